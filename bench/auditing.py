@@ -15,7 +15,7 @@ from bench._measure import Case, Entry, Plan, entry, in_turn, ratio, ratio_range
 from bench._places import Place
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.hub.audit.chain import HashChain
-from comfyfleet.hub.audit.log import DRAWERS
+from comfyfleet.hub.audit.log import COLLECTIONS
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.stores.redis.store import RedisStore
 
@@ -65,7 +65,7 @@ async def _case(plan: Plan, url: str, stack: AsyncExitStack, hubs: int, waits: l
         store = RedisStore(url)
         await store.open()
         stack.push_async_callback(store.close)
-        chains.append(HashChain(store.cabinet, clock, DRAWERS["jobs"]))
+        chains.append(HashChain(store.documents, clock, COLLECTIONS["jobs"]))
 
     async def wait_for(chain: HashChain) -> float:
         began = time.perf_counter()

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from bench._report import ROOT
-from comfyfleet.cli.bootstrap import open_house, run_loop
+from comfyfleet.cli.bootstrap import run_hub, run_loop
 from comfyfleet.cli.settings import read_settings
 
 _HUB = {
@@ -76,8 +76,8 @@ async def answering(what: str, store: str | None = None) -> AsyncIterator[Answer
 
 async def _serve_hub(folder: str, store: str | None) -> None:
     resolved = read_settings({**_HUB, "data": folder, "store": store}, environment={})
-    async with open_house(resolved) as house:
-        await _say_and_wait(house.serving.port, house.key)
+    async with run_hub(resolved) as running_hub:
+        await _say_and_wait(running_hub.serving.port, running_hub.key)
 
 
 class _Server(uvicorn.Server):

@@ -27,7 +27,7 @@ from chaos.stage import Actor, Kind, Stage
 from chaos.watch_checker import Watched, check_watchers
 from comfyfleet.model.ids import prompt_id_of
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _MOST_LEASES = 30
 
 HUB_RULES = {
@@ -117,7 +117,7 @@ def _kill(
     changed_at, before = time.monotonic(), -1
     kills, back_at, is_noted = 0, 0.0, True
     while not stage.has_ended(caller):
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         count = finished.look()
         if count != before:
             changed_at, before = time.monotonic(), count
@@ -247,7 +247,7 @@ def _servers(stack: ExitStack, folder: Path, count: int) -> list[str]:
     while len(urls) < count:
         if program.has_ended or time.monotonic() > deadline:
             raise RuntimeError("the fake servers did not start")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return urls
 
 

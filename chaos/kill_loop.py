@@ -25,7 +25,7 @@ from chaos.workers import worker_process
 
 QUIET_WITHIN_S = 120.0
 """A fleet in which nothing moves for so long has lost what it still owes."""
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 Teller = Callable[[str], None]
 
@@ -125,7 +125,7 @@ class Loop:
     def run(self) -> None:
         changed_at, before = time.monotonic(), -1
         while not self._stage.has_ended(self._caller):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             finished = self._finished.look()
             if finished != before or self._returning:
                 changed_at, before = time.monotonic(), finished
@@ -139,7 +139,7 @@ class Loop:
                 self._due.pop()
         self._tell(f"{self._size.jobs} jobs, waiting for the last to come back")
         while self._returning:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             self._bring_back()
 
     def _strike(self, kind: Role) -> bool:

@@ -28,7 +28,7 @@ from comfyfleet.model.job import OutputFile
 
 MIB = 1 << 20
 _WARM = 1024
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _READY_WITHIN_S = 60.0
 _WITHIN_S = 900.0
 
@@ -197,5 +197,5 @@ def _server(stack: ExitStack, folder: Path) -> str:
     while not (urls := [line.split()[0] for line in said if line.startswith("http://")]):
         if program.has_ended or time.monotonic() > deadline:
             raise RuntimeError("the fake server did not start")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return urls[0]

@@ -36,7 +36,7 @@ from comfyfleet.tenancy.services import TenantServices
 
 PRICE, GRANTED = 3, 1_000_000
 _MANY = 1_000
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 Told = tuple[str | None, str | None]
 """Which execution a result is, or what became of the job instead, and what the result was made from."""
@@ -133,12 +133,12 @@ class _CreditLoop(Loop):
 
 async def _set_up(setting: Setting, size: Size) -> None:
     async with AsyncExitStack() as stack:
-        estate = await _opened(setting, stack)
+        tenant_services = await _opened(setting, stack)
         for number in range(size.tenants):
             tenant, pool = tenant_of(number), f"pool-{number % size.pools}"
-            await estate.tenants.create(Tenant(tenant, pool, 1.0, price=FlatPrice(PRICE)))
+            await tenant_services.tenants.create(Tenant(tenant, pool, 1.0, price=FlatPrice(PRICE)))
             given = accounting.grant("first", tenant, GRANTED, 1.0)
-            await (await estate.pools.get(pool)).grant(given, accounting.posting_of(given))
+            await (await tenant_services.pools.get(pool)).grant(given, accounting.posting_of(given))
 
 
 async def _opened(setting: Setting, stack: AsyncExitStack) -> TenantServices:
@@ -146,9 +146,9 @@ async def _opened(setting: Setting, stack: AsyncExitStack) -> TenantServices:
     store = open_store(setting.url, clock)
     await store.open()
     stack.push_async_callback(store.close)
-    estate = TenantServices(store, clock, setting.pools)
-    stack.push_async_callback(estate.close)
-    return estate
+    tenant_services = TenantServices(store, clock, setting.pools)
+    stack.push_async_callback(tenant_services.close)
+    return tenant_services
 
 
 async def _audit(stage: Stage, size: Size, lines: list[Line]) -> Audited:
@@ -156,48 +156,51 @@ async def _audit(stage: Stage, size: Size, lines: list[Line]) -> Audited:
         line.job: (line.value, line.made) for line in lines if line.what == "seen" and line.job and line.value
     }
     async with AsyncExitStack() as stack:
-        estate = await _opened(stage.setting, stack)
-        wrong = await _left(estate)
+        tenant_services = await _opened(stage.setting, stack)
+        wrong = await _left(tenant_services)
         wrong += [
-            f"{each.kind.value}: {each.message}" for each in await estate.reconciler.reconcile(is_dry=True)
+            f"{each.kind.value}: {each.message}"
+            for each in await tenant_services.reconciler.reconcile(is_dry=True)
         ]
         settled = consumed = 0
         known: set[str] = set()
         for number in range(size.tenants):
-            home = await estate.homes.of(tenant_of(number))
+            home = await tenant_services.homes.of(tenant_of(number))
             assert home is not None
-            book = await home.database.book(tenant_of(number))
-            wrong += await _wrong(book, home.database, told)
-            known |= {each.hold_id.job_id for each in book.holds}
-            settled += len(book.settlements)
-            consumed += sum(each.outcome is Outcome.CONSUMED for each in book.settlements)
+            ledger = await home.database.ledger(tenant_of(number))
+            wrong += await _wrong(ledger, home.database, told)
+            known |= {each.hold_id.job_id for each in ledger.holds}
+            settled += len(ledger.settlements)
+            consumed += sum(each.outcome is Outcome.CONSUMED for each in ledger.settlements)
         acknowledged = {line.job for line in lines if line.what == "acknowledged" and line.job}
         wrong += [f"{job} was acknowledged and is in no book" for job in sorted(acknowledged - known)]
     return Audited(Finding(), stage.kills, settled, consumed, settled - consumed, tuple(wrong[:20]))
 
 
-async def _left(estate: TenantServices) -> list[str]:
+async def _left(tenant_services: TenantServices) -> list[str]:
     """What is still open when everything has had its time."""
     deadline = time.monotonic() + QUIET_WITHIN_S
     while True:
-        found = [f"{each.job_id} is not settled" for each in await estate.apart.central.unsettled(_MANY)]
-        for pool in estate.pools.names:
-            for hold in await (await estate.pools.get(pool)).open_holds(float("inf"), _MANY):
+        found = [
+            f"{each.job_id} is not settled" for each in await tenant_services.apart.central.unsettled(_MANY)
+        ]
+        for pool in tenant_services.pools.names:
+            for hold in await (await tenant_services.pools.get(pool)).open_holds(float("inf"), _MANY):
                 found.append(f"{hold.hold_id} is held")
         if not found or time.monotonic() > deadline:
             return found
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
-async def _wrong(book: Ledger, database: TenantDatabase, told: Mapping[str, Told]) -> list[str]:
+async def _wrong(ledger: Ledger, database: TenantDatabase, told: Mapping[str, Told]) -> list[str]:
     """Where a book does not add up, or says otherwise than callers were told."""
-    tenant, completed = book.account.tenant, 0
-    found = [f"{tenant}: {each}" for each in accounting.problems(book)]
-    holds = [each.hold_id for each in book.holds]
+    tenant, completed = ledger.account.tenant, 0
+    found = [f"{tenant}: {each}" for each in accounting.problems(ledger)]
+    holds = [each.hold_id for each in ledger.holds]
     jobs: dict[JobId, Job] = {}
     for first in range(0, len(holds), _MANY):
         jobs |= await database.get_many([each.job_id for each in holds[first : first + _MANY]])
-    for hold_id, phase in book.endings.items():
+    for hold_id, phase in ledger.endings.items():
         job = jobs.get(hold_id.job_id)
         if job is None or job.round != hold_id.round:
             continue
@@ -210,6 +213,6 @@ async def _wrong(book: Ledger, database: TenantDatabase, told: Mapping[str, Told
         if told.get(hold_id.job_id) != (value, made):
             was = told.get(hold_id.job_id)
             found.append(f"{hold_id}: its caller was told {was}, its book says {(value, made)}")
-    if book.account.balance != GRANTED - PRICE * completed:
-        found.append(f"{tenant} has {book.account.balance} after {completed} that completed")
+    if ledger.account.balance != GRANTED - PRICE * completed:
+        found.append(f"{tenant} has {ledger.account.balance} after {completed} that completed")
     return found

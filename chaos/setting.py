@@ -78,9 +78,9 @@ async def opened_engine(setting: Setting) -> AsyncIterator[Engine]:
     while True:
         clock = SystemClock()
         store = open_store(setting.url, clock)
-        estate = TenantServices(store, clock, setting.pools) if setting.pools else None
-        rules = RULES if estate is None else RULES_WITH_POOLS
-        engine = Engine(store if estate is None else estate.store, rules=rules, clock=clock)
+        tenant_services = TenantServices(store, clock, setting.pools) if setting.pools else None
+        rules = RULES if tenant_services is None else RULES_WITH_POOLS
+        engine = Engine(store if tenant_services is None else tenant_services.store, rules=rules, clock=clock)
         try:
             await engine.__aenter__()
             break
@@ -89,12 +89,12 @@ async def opened_engine(setting: Setting) -> AsyncIterator[Engine]:
                 await engine.close()
             await asyncio.sleep(0.05)
     try:
-        if estate is None:
+        if tenant_services is None:
             yield engine
         else:
-            async with estate.kept(engine.admit):
+            async with tenant_services.kept(engine.admit):
                 yield engine
-            await estate.close()
+            await tenant_services.close()
     finally:
         await engine.close()
 

@@ -43,7 +43,7 @@ PRICE, GRANTED = 3, 1_000_000
 _PATIENCE_S = 120.0
 _QUIET_WITHIN_S = 60.0
 _FILED_EVERY = 5
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _AGENT = AgentSettings(slots=4, poll_wait_s=5.0, command_wait_s=5.0, backoff_base_s=0.05, backoff_cap_s=0.5)
 _GONE = frozenset(
     {RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE}
@@ -234,7 +234,7 @@ class _Play:
         ended = asyncio.ensure_future(self.cast.end_of(job))
         try:
             while tenant not in self._gone:
-                await asyncio.wait({ended}, timeout=_LOOK_S)
+                await asyncio.wait({ended}, timeout=_POLL_S)
                 if ended.done():
                     return True
                 # Its worker may have been told nothing: the hub was killed between the end and the answer.

@@ -21,8 +21,8 @@ from chaos.logs import Line, Log
 from chaos.made import graph_in, made_from
 from chaos.setting import Setting, play
 
-_AGAIN_S = 0.05
-_LOOK_S = 0.02
+_RETRY_S = 0.05
+_POLL_S = 0.02
 _AT_ONCE = 32
 _SILENT_S = 20.0
 """A stream says at least so often that it lives; one that does not is begun anew."""
@@ -74,7 +74,7 @@ class _Hub:
                     assert response.status == 503, await response.text()
             except _LOST:
                 pass
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
     async def watch(self, job: str) -> None:
         """To the job's end, however often the stream is lost: it goes on after the last fact that was heard."""
@@ -101,7 +101,7 @@ class _Hub:
             except _LOST:
                 pass
             self._log.write("came_back", job=job, number=last)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
     async def read(self, job: str) -> tuple[str, str | None]:
         """The attempt that completed it; or, in words that are no attempt's, what became of the job instead. And what
@@ -136,7 +136,7 @@ class _Hub:
                         return response.status
             except _LOST:
                 pass
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
 
 def picture_of(graph: Mapping[str, Any]) -> str:
@@ -228,7 +228,7 @@ async def _jobs_of(setting: Setting, caller: str, jobs: int) -> AsyncIterator[st
     offset = found = 0
     path = setting.logs / f"{caller}.jsonl"
     while found < jobs:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
         if not path.exists():
             continue
         with path.open("rb") as file:
@@ -285,7 +285,7 @@ async def _listen(setting: Setting, who: str, address: Address, caller: str, job
             except _LOST:
                 pass
             line.clear()
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
         await finding
     log.write("over")
 

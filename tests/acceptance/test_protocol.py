@@ -187,8 +187,8 @@ async def test_progress_is_a_stream_at_one_door_and_a_record_at_the_other(strang
         stranger.stream(f"/jobs/{job_id}/progress", accept="text/event-stream") as other,
     ):
         given = await stranger.leased("watcher", "watched")
-        news = {"lease": given["lease"], "kind": "progress", "data": {"value": 1, "max": 4}}
-        await stranger.call("progress", reports=[news])
+        progress = {"lease": given["lease"], "kind": "progress", "data": {"value": 1, "max": 4}}
+        await stranger.call("progress", reports=[progress])
         while (seen := await one.until("progress")).data["percentage"] is None:
             pass
         assert (seen.data["percentage"], seen.data["worker_id"]) == (25.0, "watcher")

@@ -30,7 +30,7 @@ from tests.servers.redis_fixtures import own_server
 from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.cli.bootstrap import open_house
+from comfyfleet.cli.bootstrap import run_hub
 from comfyfleet.cli.settings import read_settings
 
 STORE, POOL, SERVER, HOOK = "pw-of-the-store", "pw-of-the-pool", "pw-of-the-server", "token-of-the-hook"
@@ -168,7 +168,7 @@ async def test_a_store_that_cannot_be_had_is_told_without_its_password(
         try:
             # Some go on trying; what they have said by then is enough.
             async with asyncio.timeout(1.5):
-                async with open_house(read_settings(config=os.devnull, environment=environment)):
+                async with run_hub(read_settings(config=os.devnull, environment=environment)):
                     pass
         except Exception as error:
             # As `--debug` shows it.

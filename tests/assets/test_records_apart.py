@@ -35,7 +35,7 @@ class Rig:
     def anew(self, central: DocumentStore | None = None) -> LocalFileStore:
         central = central or self.central
         return LocalFileStore(
-            self.folder, central, self.clock, keep_s=1000.0, cabinet_of=lambda each: self._of(each, central)
+            self.folder, central, self.clock, keep_s=1000.0, documents_of=lambda each: self._of(each, central)
         )
 
     async def _of(self, tenant: TenantId, central: DocumentStore) -> DocumentStore:
@@ -62,7 +62,7 @@ class Rig:
 async def a_rig(folder: Path) -> AsyncIterator[Rig]:
     database = open_tenant_database(f"sqlite:///{folder}/acme.db")
     await database.open()
-    yield Rig(folder / "files", {ACME: database.cabinet(ACME), BORG: MemoryDocumentStore()})
+    yield Rig(folder / "files", {ACME: database.documents(ACME), BORG: MemoryDocumentStore()})
     await database.close()
 
 
@@ -70,7 +70,7 @@ async def test_the_central_store_has_a_stub_that_tells_nothing_of_the_file(tmp_p
     async with a_rig(tmp_path) as rig:
         record = await rig.a_file(ACME, ("f_secret",))
         assert await rig.assets.get(record.file_id) == record
-        assert record.is_complete and record.name == "secret.png" and not record.is_apart
+        assert record.is_complete and record.name == "secret.png" and not record.has_tenant_database
         (kept,) = await rig.central.listing("files")
         stub = msgspec.json.decode(kept.body, type=FileRecord)
         assert stub == FileRecord(
@@ -79,11 +79,11 @@ async def test_the_central_store_has_a_stub_that_tells_nothing_of_the_file(tmp_p
             record.created_at,
             job_id=record.job_id,
             attempt_id=record.attempt_id,
-            is_apart=True,
+            has_tenant_database=True,
         )
         assert b"secret" not in kept.body
         assert [each.name for each in await rig.apart[ACME].listing("files")] == [record.file_id]
-        assert await rig.apart[BORG].drawers() == []
+        assert await rig.apart[BORG].collections() == []
 
 
 async def test_a_database_that_is_away_is_told_and_nobody_else_notices(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_old_files_go_wherever_their_records_lie_and_those_of_a_lost_datab
         assert [await rig.assets.get(each.file_id) is not None for each in files] == [True, False, False]
         await rig.sweep()
         assert await rig.assets.get(files[0].file_id) is None
-        assert await rig.apart[ACME].drawers() == [] and not rig.assets.path(files[0]).exists()
+        assert await rig.apart[ACME].collections() == [] and not rig.assets.path(files[0]).exists()
         assert {each.body.count(b"is_apart") for each in await rig.central.listing("files")} == {0}
 
 

@@ -18,7 +18,7 @@ def fact(number: int, job_id: JobId = JOB) -> Fact:
     return Fact(job_id, number, FactKind.LEASED, 0.0)
 
 
-def news(value: int, job_id: JobId = JOB, kind: ProgressKind = ProgressKind.PROGRESS) -> ProgressEvent:
+def progress(value: int, job_id: JobId = JOB, kind: ProgressKind = ProgressKind.PROGRESS) -> ProgressEvent:
     return ProgressEvent(job_id, kind, 0.0, data={"value": value})
 
 
@@ -32,7 +32,7 @@ async def test_a_slow_watcher_loses_progress_and_keeps_every_fact() -> None:
     watcher = bus.subscribe()
     for number in range(1, 2001):
         bus.publish(fact(number))
-        bus.publish(news(number, JobId(f"job-{number}")))
+        bus.publish(progress(number, JobId(f"job-{number}")))
     seen = await drained(watcher)
     assert [event.number for event in seen if isinstance(event, Fact)] == list(range(1, 2001))
     assert [event.data["value"] for event in seen if isinstance(event, ProgressEvent)] == list(
@@ -43,19 +43,19 @@ async def test_a_slow_watcher_loses_progress_and_keeps_every_fact() -> None:
 async def test_of_progress_and_previews_the_newest_wins_and_stays_behind_the_facts_before_it() -> None:
     bus = LocalBus()
     watcher = bus.subscribe(JOB)
-    bus.publish(news(1))
-    bus.publish(news(10, kind=ProgressKind.PREVIEW))
+    bus.publish(progress(1))
+    bus.publish(progress(10, kind=ProgressKind.PREVIEW))
     bus.publish(fact(1))
-    bus.publish(news(2))
-    bus.publish(news(3))
-    bus.publish(news(11, kind=ProgressKind.PREVIEW))
-    assert await drained(watcher) == [fact(1), news(3), news(11, kind=ProgressKind.PREVIEW)]
+    bus.publish(progress(2))
+    bus.publish(progress(3))
+    bus.publish(progress(11, kind=ProgressKind.PREVIEW))
+    assert await drained(watcher) == [fact(1), progress(3), progress(11, kind=ProgressKind.PREVIEW)]
 
 
 async def test_outputs_are_not_replaced_by_newer_ones() -> None:
     bus = LocalBus()
     watcher = bus.subscribe(JOB)
-    outputs = [news(value, kind=ProgressKind.OUTPUT) for value in (1, 2)]
+    outputs = [progress(value, kind=ProgressKind.OUTPUT) for value in (1, 2)]
     for output in outputs:
         bus.publish(output)
     assert await drained(watcher) == outputs
@@ -132,7 +132,7 @@ async def test_what_a_watcher_has_not_read_does_not_slow_down_those_who_publish(
             bus.publish(fact(number, JobId(f"job-{number}")))
         started = time.process_time()
         for number in range(2000):
-            bus.publish(news(number, JobId(f"late-{number}")))
+            bus.publish(progress(number, JobId(f"late-{number}")))
         return time.process_time() - started
 
     few = min(seconds(10) for _ in range(3))

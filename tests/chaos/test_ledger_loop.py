@@ -31,9 +31,9 @@ async def test_a_book_whose_result_was_made_from_another_payload_is_noticed(tmp_
     ending = teller.ending(hold, Phase.COMPLETED)
     ending = msgspec.structs.replace(ending, changes={"result": result_of("e1", own)})
     await database.end_round(ending)
-    book = await database.book(hold.tenant)
+    ledger = await database.ledger(hold.tenant)
     for told, is_wrong in ((own, False), (another, True)):
-        found = await _wrong(book, database, {hold.hold_id.job_id: ("e1", made_from(told))})
+        found = await _wrong(ledger, database, {hold.hold_id.job_id: ("e1", made_from(told))})
         assert any("its book says" in each for each in found) is is_wrong
     await database.close()
 

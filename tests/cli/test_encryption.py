@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.engine._rig import graph
 
-from comfyfleet.cli.bootstrap import attended, keyring_of, master_keys, open_house, sealed_by
+from comfyfleet.cli.bootstrap import attended, encrypted_by, keyring_of, master_keys, run_hub
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.main import main
 from comfyfleet.cli.settings import ResolvedSettings, read_settings
@@ -79,21 +79,21 @@ async def test_a_master_key_is_changed_in_its_file_while_a_hub_serves(tmp_path: 
     settings = resolved(tmp_path, ONE)
     clock = SystemClock()
     plain = open_store(f"sqlite:///{tmp_path}/fleet.db", clock)
-    keyring = keyring_of(settings, plain.cabinet, clock)
+    keyring = keyring_of(settings, plain.documents, clock)
     assert keyring is not None
-    store = sealed_by(keyring, plain)
+    store = encrypted_by(keyring, plain)
     async with Engine(store, clock=clock) as engine, attended(keyring, store, 0.02):
         first = (await engine.submit(Submission(graph(text="fox")))).job_id
         write_keys(tmp_path, TWO, ONE)
         async with asyncio.timeout(60):
-            while [each.name for each in await store.cabinet.listing(MASTER_KEYS)] != ["k2"]:
+            while [each.name for each in await store.documents.listing(MASTER_KEYS)] != ["k2"]:
                 assert (await engine.get(first)).job.payload.workflow["1"]["inputs"]["text"] == "fox"
                 await asyncio.sleep(0.01)
         second = (await engine.submit(Submission(graph(text="owl")))).job_id
     # The old one is not needed any more.
     again = open_store(f"sqlite:///{tmp_path}/fleet.db", clock)
-    later = keyring_of(resolved(tmp_path, TWO), again.cabinet, clock)
-    async with Engine(sealed_by(later, again)) as engine:
+    later = keyring_of(resolved(tmp_path, TWO), again.documents, clock)
+    async with Engine(encrypted_by(later, again)) as engine:
         jobs = [(await engine.get(each)).job for each in (first, second)]
         assert [job.payload.workflow["1"]["inputs"]["text"] for job in jobs] == ["fox", "owl"]
 
@@ -106,13 +106,13 @@ async def test_a_file_of_keys_that_others_can_read_is_warned_of(
 ) -> None:
     settings = resolved(tmp_path, ONE)
     (tmp_path / "keys").chmod(mode)
-    async with open_house(settings):
+    async with run_hub(settings):
         assert ("chmod 600" in caplog.text) is is_warned
 
 
 async def test_a_hub_seals_by_its_settings_and_says_when_its_keys_do_not_fit(tmp_path: Path) -> None:
-    async with open_house(resolved(tmp_path, ONE)) as house:
-        job_id = (await house.engine.submit(Submission(graph(text="fox-in-the-snow")))).job_id
+    async with run_hub(resolved(tmp_path, ONE)) as running_hub:
+        job_id = (await running_hub.engine.submit(Submission(graph(text="fox-in-the-snow")))).job_id
     data = tmp_path / "data"
     lies_there = b"".join(path.read_bytes() for path in data.iterdir() if path.name.startswith("fleet.db"))
     assert b"fox-in-the-snow" not in lies_there and str(job_id).encode() in lies_there
@@ -122,23 +122,25 @@ async def test_a_hub_seals_by_its_settings_and_says_when_its_keys_do_not_fit(tmp
         ((TWO.replace("k2", "k1"),), "another key has its id"),
     ):
         with pytest.raises(Refusal, match=said):
-            async with open_house(resolved(tmp_path, *lines)):
+            async with run_hub(resolved(tmp_path, *lines)):
                 pass
-    async with open_house(resolved(tmp_path, ONE)) as house:
-        job = (await house.engine.get(job_id)).job
+    async with run_hub(resolved(tmp_path, ONE)) as running_hub:
+        job = (await running_hub.engine.get(job_id)).job
         assert job.payload.workflow["1"]["inputs"]["text"] == "fox-in-the-snow"
 
 
 async def test_what_a_tenant_has_in_its_own_database_is_sealed_too(tmp_path: Path) -> None:
     async with (
-        open_house(resolved(tmp_path, ONE)) as house,
-        FleetClient(house.url, house.key) as client,
+        run_hub(resolved(tmp_path, ONE)) as running_hub,
+        FleetClient(running_hub.url, running_hub.key) as client,
     ):
         await client.create_tenant("acme")
         job_id = (
-            await house.engine.submit(Submission(graph(text="fox-in-the-snow"), tenant=TenantId("acme")))
+            await running_hub.engine.submit(
+                Submission(graph(text="fox-in-the-snow"), tenant=TenantId("acme"))
+            )
         ).job_id
-        job = (await house.engine.get(job_id)).job
+        job = (await running_hub.engine.get(job_id)).job
         assert job.payload.workflow["1"]["inputs"]["text"] == "fox-in-the-snow"
     lies_there = {path.name: path.read_bytes() for path in (tmp_path / "data").iterdir() if path.is_file()}
     assert str(job_id).encode() in lies_there["tenants.db"]
@@ -172,8 +174,8 @@ def test_the_commands_make_show_rotate_and_destroy_keys(
     assert code == 0 and "nothing is sealed in this store yet" in output
 
     async def seal_one() -> None:
-        async with open_house(read_settings({"data": str(data), "port": 0, "open": True})) as house:
-            await house.engine.submit(Submission(graph()))
+        async with run_hub(read_settings({"data": str(data), "port": 0, "open": True})) as running_hub:
+            await running_hub.engine.submit(Submission(graph()))
 
     asyncio.run(seal_one())
     code, output, _ = run("status", "--json")

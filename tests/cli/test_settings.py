@@ -262,10 +262,10 @@ def test_a_hub_says_which_store_it_keeps_its_jobs_in_and_no_password(
     store: str, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing: Any = None
-    house = RunningHub(
+    running_hub = RunningHub(
         nothing, nothing, nothing, nothing, "http://127.0.0.1:1", "cfk_…", False, Path("/srv/hub.json")
     )
-    greet(house, read_settings({"store": store}, config=os.devnull, environment={}))
+    greet(running_hub, read_settings({"store": store}, config=os.devnull, environment={}))
     assert f"  keeps its jobs in {shown}\n" in capsys.readouterr().out
 
 

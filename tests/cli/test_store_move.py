@@ -95,12 +95,12 @@ async def test_everything_arrives_as_it_was_and_in_its_order(
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert (report["jobs"], report["stayed"]) == (38, [])
-    assert (report["blocks"], report["lessons"]) == (1, 1)
+    assert (report["blocks"], report["workflow_stats"]) == (1, 1)
     assert await read(source) == {}
     assert without_place(await read(target)) == without_place(before)
     async with opened(target) as store:
         assert await store.blocks() == [BLOCK]
-        assert await store.get_lesson(HASH) == LESSON
+        assert await store.get_workflow_stats(HASH) == LESSON
     checked = run_cli("store", "check", target, "--json")
     problems = [each for each in json.loads(checked.stdout)["problems"] if "is off" not in each]
     assert problems == []

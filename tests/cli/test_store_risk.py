@@ -11,14 +11,14 @@ import pytest
 from tests.acceptance._process import run_cli
 from tests.servers.redis_fixtures import own_server
 
-from comfyfleet.cli.bootstrap import open_house
+from comfyfleet.cli.bootstrap import run_hub
 from comfyfleet.cli.settings import read_settings
 
 
 async def warnings_at_start(store: str, data: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
     environment = {"COMFYFLEET_DATA": str(data), "COMFYFLEET_STORE": store, "COMFYFLEET_PORT": "0"}
     with caplog.at_level(logging.WARNING):
-        async with open_house(read_settings(config=os.devnull, environment=environment)):
+        async with run_hub(read_settings(config=os.devnull, environment=environment)):
             return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
 
 

@@ -114,10 +114,10 @@ async def test_a_backup_that_would_leave_something_out_is_refused_until_that_is_
 ) -> None:
     clock, copy = SystemClock(), tmp_path / "copy.db"
     async with opened(f"sqlite:///{path}") as store:
-        await Tenants(store.cabinet, clock, is_shared=False).create(
+        await Tenants(store.documents, clock, is_shared=False).create(
             Tenant(TenantId("acme"), "east", clock.now())
         )
-        assets = LocalFileStore(tmp_path / "files", store.cabinet, clock)
+        assets = LocalFileStore(tmp_path / "files", store.documents, clock)
         await assets.reserve(TenantId("default"))
         refused = run_cli("store", "backup", f"sqlite:///{path}", copy)
         assert (refused.returncode, refused.stdout) == (3, "")

@@ -309,7 +309,7 @@ async def test_a_hub_that_goes_away_in_the_middle_of_a_batch_loses_nothing_that_
             raise Fault("the hub did not answer")
         return await ask(name, *more, **given)
 
-    monkeypatch.setattr("comfyfleet.client.client._AT_A_TIME", 2)
+    monkeypatch.setattr("comfyfleet.client.client._BATCH_SIZE", 2)
     monkeypatch.setattr(client._link, "ask", second_fails)
     found = await client.submit_many([graph()] * 5, idempotency_key="night")
     taken = [each.id for each in found if not isinstance(each, Refusal)]

@@ -49,10 +49,10 @@ def apart(central: DocumentStore) -> Callable[[TenantId], Awaitable[DocumentStor
     """The records of one tenant lie in a database of its own."""
     own = MemoryDocumentStore()
 
-    async def cabinet_of(tenant: TenantId) -> DocumentStore:
+    async def documents_of(tenant: TenantId) -> DocumentStore:
         return own if tenant == ACME else central
 
-    return cabinet_of
+    return documents_of
 
 
 def sha(content: bytes) -> str:

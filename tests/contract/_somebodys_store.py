@@ -32,7 +32,7 @@ class ShortensLeases(MyStore):
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         states = await super().heartbeat(refs, ttl_s)
         for state in states:
-            entry = self._kept.entries.get(state.ref.job_id)
+            entry = self._state.entries.get(state.ref.job_id)
             if state.is_alive and entry is not None and entry.dispatch.lease is not None:
                 short = msgspec.structs.replace(entry.dispatch.lease, expires_at=self._clock.now() + ttl_s)
                 entry.dispatch = msgspec.structs.replace(entry.dispatch, lease=short)
@@ -50,11 +50,11 @@ class BelievesAnyToken(MyStore):
 
 class LeasesWhilePaused(MyStore):
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
-        was_paused, self._kept.is_paused = self._kept.is_paused, False
+        was_paused, self._state.is_paused = self._state.is_paused, False
         try:
             return await super().lease(job_id, offer)
         finally:
-            self._kept.is_paused = was_paused
+            self._state.is_paused = was_paused
 
 
 class CountsFactsFromZero(MyStore):
@@ -71,5 +71,5 @@ class ForgetsPolls(MyStore):
 class PurgesWhatNobodySettled(MyStore):
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
         for dispatch in await self.unsettled(limit):
-            self._forget(self._kept.entries[dispatch.job_id])
+            self._forget(self._state.entries[dispatch.job_id])
         return await super().purge(phase, before, limit)

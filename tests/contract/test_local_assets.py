@@ -46,8 +46,8 @@ class TestLocalAssets(AssetsContract):
             store = MemoryStore(clock)
             async with Engine(store, clock=clock) as engine:
                 if request.param == "apart":
-                    options["cabinet_of"] = apart(store.cabinet)
-                assets = LocalFileStore(tmp_path, store.cabinet, clock, **options)
-                yield _Bench(assets, clock, Hub(engine, store.cabinet, clock, assets=assets))
+                    options["documents_of"] = apart(store.documents)
+                assets = LocalFileStore(tmp_path, store.documents, clock, **options)
+                yield _Bench(assets, clock, Hub(engine, store.documents, clock, assets=assets))
 
         return make

@@ -73,12 +73,12 @@ class TestS3Assets(AssetsContract):
     def make_assets(self, server: S3Server, request: pytest.FixtureRequest) -> MakeAssets:
         @asynccontextmanager
         async def make(**options: Any) -> AsyncIterator[_Bench]:
-            clock, cabinet = ManualClock(time.time()), MemoryDocumentStore()
+            clock, documents = ManualClock(time.time()), MemoryDocumentStore()
             if request.param == "apart":
-                options["cabinet_of"] = apart(cabinet)
+                options["documents_of"] = apart(documents)
             prefix = f"of tests/{secrets.token_hex(4)}"
             async with (
-                S3FileStore(server.bucket, CREDENTIALS, cabinet, clock, prefix=prefix, **options) as assets,
+                S3FileStore(server.bucket, CREDENTIALS, documents, clock, prefix=prefix, **options) as assets,
                 aiohttp.ClientSession() as session,
             ):
                 yield _Bench(assets, clock, session)
@@ -140,7 +140,7 @@ async def test_a_link_to_write_is_good_for_the_announced_length_type_and_sha256_
 async def test_objects_that_no_record_tells_of_are_swept_once_they_are_old(server: S3Server) -> None:
     async with some_assets(server, keep_s=1000.0) as (bench, storage, prefix):
         orphan = await uploaded(bench)
-        await bench.assets._cabinet.remove("files", orphan.file_id)
+        await bench.assets._documents.remove("files", orphan.file_id)
 
         async def content() -> AsyncIterator[bytes]:
             yield b"x"
@@ -159,12 +159,12 @@ async def test_an_object_whose_record_lies_with_its_tenant_is_no_orphan_while_th
 ) -> None:
     tenants, is_away = MemoryDocumentStore(), False
 
-    async def cabinet_of(_: TenantId) -> DocumentStore:
+    async def documents_of(_: TenantId) -> DocumentStore:
         if is_away:
             raise Fault("the database is away")
         return tenants
 
-    async with some_assets(server, keep_s=1000.0, cabinet_of=cabinet_of) as (bench, storage, prefix):
+    async with some_assets(server, keep_s=1000.0, documents_of=documents_of) as (bench, storage, prefix):
         mine = await uploaded(bench, tenant=TenantId("a b/é"))
         assets, key = bench.assets, (await storage.keys(prefix, "", 10))[0]
 
@@ -173,7 +173,7 @@ async def test_an_object_whose_record_lies_with_its_tenant_is_no_orphan_while_th
 
         assets.in_use = in_use
         await bench.clock.advance(1100)
-        assert await assets._cabinet.remove("files", mine.file_id), "as after a lost store"
+        assert await assets._documents.remove("files", mine.file_id), "as after a lost store"
         for is_away in (True, False):  # noqa: B007
             await assets._remove_orphans()
             assert await storage.keys(prefix, "", 10) == [key]

@@ -13,14 +13,14 @@ from tests.tenancy._databases import tenant_schema
 
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
-from comfyfleet.stores.crypto.store import sealed_store
+from comfyfleet.stores.crypto.store import encrypted_store
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.encrypted import sealed_database
+from comfyfleet.tenancy.database.encrypted import encrypted_database
 from comfyfleet.testing.contract.job_transfer import JobTransferContract
 from comfyfleet.testing.contract.store import StoreContract
 from comfyfleet.testing.contract.store_bench import MakeStore
@@ -36,8 +36,8 @@ def server_url() -> Iterator[str]:
         yield url
 
 
-def sealed(store: Store, clock: Clock) -> Store:
-    return sealed_store(store, Keyring(store.cabinet, clock, lambda: MASTERS))
+def encrypted(store: Store, clock: Clock) -> Store:
+    return encrypted_store(store, Keyring(store.documents, clock, lambda: MASTERS))
 
 
 class SealedContract(StoreContract, JobTransferContract):
@@ -48,20 +48,20 @@ class SealedContract(StoreContract, JobTransferContract):
 class TestSealedMemoryStore(SealedContract):
     @pytest.fixture
     def make_store(self) -> MakeStore:
-        return lambda clock: sealed(MemoryStore(clock), clock)
+        return lambda clock: encrypted(MemoryStore(clock), clock)
 
 
 class TestSealedSqliteStore(SealedContract):
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         numbers = itertools.count()
-        return lambda clock: sealed(SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock), clock)
+        return lambda clock: encrypted(SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock), clock)
 
 
 class TestSealedRedisStore(SealedContract):
     @pytest.fixture
     def make_store(self, server_url: str) -> MakeStore:
-        return lambda clock: sealed(RedisStore(with_prefix(server_url), winding=clock), clock)
+        return lambda clock: encrypted(RedisStore(with_prefix(server_url), winding=clock), clock)
 
 
 class TestSealedPostgresStore(SealedContract):
@@ -70,7 +70,7 @@ class TestSealedPostgresStore(SealedContract):
 
     @pytest.fixture
     def make_store(self, request: pytest.FixtureRequest) -> MakeStore:
-        return lambda clock: sealed(
+        return lambda clock: encrypted(
             PostgresStore(empty_database(request.config), clock_for_tests=clock), clock
         )
 
@@ -83,11 +83,11 @@ class TestSealedSqliteTenantDatabase(TenantDatabaseContract):
     @pytest.fixture
     def connect(self, tmp_path: Path) -> Connect:
         keyring = _keyring()
-        return lambda: sealed_database(open_tenant_database(f"sqlite:///{tmp_path}/pool.db"), keyring)
+        return lambda: encrypted_database(open_tenant_database(f"sqlite:///{tmp_path}/pool.db"), keyring)
 
 
 class TestSealedPostgresTenantDatabase(TenantDatabaseContract):
     @pytest.fixture
     def connect(self, request: pytest.FixtureRequest) -> Connect:
         address, keyring = tenant_schema(request.config), _keyring()
-        return lambda: sealed_database(open_tenant_database(address), keyring)
+        return lambda: encrypted_database(open_tenant_database(address), keyring)

@@ -58,7 +58,7 @@ async def test_equal_jobs_of_the_tenant_that_wait_fail_with_the_reason_and_no_se
     async with Rig(max_failures_before_block=99) as rig:
         for name in "ab":
             await rig.worker(name)
-        deadly = await rig.submit(tenant=EVE, retry_delay_s=0, priority=5)
+        poison_workflows = await rig.submit(tenant=EVE, retry_delay_s=0, priority=5)
         equal = [await rig.submit(tenant=EVE) for _ in range(150)]
         later = await rig.submit(tenant=EVE, not_before=rig.clock.now() + 3600)
         other, of_bob = await rig.submit(graph("Other"), tenant=EVE), await rig.submit(tenant=BOB)
@@ -75,7 +75,7 @@ async def test_equal_jobs_of_the_tenant_that_wait_fail_with_the_reason_and_no_se
             assert job.phase is Phase.FAILED and job.failure is not None
             assert job.failure.kind is FailureKind.INVALID_WORKFLOW
             assert "servers died" in job.failure.message
-        assert (await rig.engine.get(deadly)).job.phase is Phase.FAILED
+        assert (await rig.engine.get(poison_workflows)).job.phase is Phase.FAILED
         assert (await rig.engine.get(other)).job.phase is Phase.QUEUED
         # What ran meanwhile may end as it does; where it would be tried again it fails too.
         settled = await rig.fail(running, FailureKind.NODE_ERROR)

@@ -13,7 +13,7 @@ from tests.engine._rig import Rig, graph, offers
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.engine.dependencies import DRAWER
+from comfyfleet.engine.dependencies import COLLECTION
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
@@ -40,7 +40,7 @@ async def phase_of(rig: Rig, job_id: JobId) -> Phase:
 
 async def is_tidy(rig: Rig) -> bool:
     await rig.settle()
-    return await rig.store.cabinet.listing(DRAWER) == []
+    return await rig.store.documents.listing(COLLECTION) == []
 
 
 async def test_a_second_stage_starts_when_the_first_completed(rig: Rig) -> None:

@@ -105,8 +105,8 @@ async def facts(engine: Engine, job_id: JobId) -> list[str]:
 
 
 async def reports(engine: Engine) -> int:
-    assert engine.store.foreign is not None
-    return len((await engine.store.foreign.look(1000)).reports)
+    assert engine.store.direct_workers is not None
+    return len((await engine.store.direct_workers.look(1000)).reports)
 
 
 async def test_a_worker_is_admitted_runs_a_job_and_the_engine_learns_from_it(url: str) -> None:
@@ -128,7 +128,7 @@ async def test_a_worker_is_admitted_runs_a_job_and_the_engine_learns_from_it(url
 
         learned = await until(record)
         assert learned.live.last_workflow == workflow_hash
-        assert await engine.store.get_lesson(workflow_hash) is not None
+        assert await engine.store.get_workflow_stats(workflow_hash) is not None
         assert await engine.blocks() == []
 
 
@@ -200,7 +200,7 @@ async def test_two_engines_at_once_judge_each_failure_once_and_admit_each_worker
         await asyncio.gather(
             *(guest.fail(lease) for lease in leases), *(other.register() for other in others)
         )
-        await asyncio.gather(first._foreign.attend(), second._foreign.attend())
+        await asyncio.gather(first._direct_workers.attend(), second._direct_workers.attend())
 
         async def are_judged() -> bool:
             return not await reports(first)
@@ -228,7 +228,7 @@ async def test_an_engine_that_dies_after_its_verdict_leaves_nothing_to_be_judged
                 died.set()
                 await asyncio.Event().wait()
 
-            monkeypatch.setattr(dying.store.foreign, "settled", die)
+            monkeypatch.setattr(dying.store.direct_workers, "settled", die)
             await guest.register()
             job_id = (await dying.submit(Submission(graph()))).job_id
             await guest.fail(await guest.take())

@@ -26,7 +26,7 @@ class Terms:
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
         return self.tenant if tenant_id == self.tenant.tenant_id else None
 
-    def entering(self, _: Tenant, /) -> AbstractAsyncContextManager[None]:
+    def admit(self, _: Tenant, /) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
 

@@ -10,8 +10,8 @@ import pytest
 from tests.engine._rig import Rig, graph, offers
 from tests.engine.test_dependencies import engine_on, is_tidy, phase_of, redis_url, store_url
 
-from comfyfleet.engine.dependencies import DRAWER
-from comfyfleet.engine.input_files import DRAWER as USES
+from comfyfleet.engine.dependencies import COLLECTION
+from comfyfleet.engine.input_files import COLLECTION as USES
 from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -97,7 +97,7 @@ async def test_what_completed_before_is_taken_at_once_or_refused_at_once(rig: Ri
     with pytest.raises(Refusal) as refused:
         await rig.submit(SECOND, inputs=takes(first, index=1))
     assert refused.value.code is RefusalCode.INVALID_REQUEST and "no output 1" in refused.value.message
-    assert await rig.store.cabinet.listing(USES, "f_1/") != [] and second
+    assert await rig.store.documents.listing(USES, "f_1/") != [] and second
 
 
 async def test_what_was_found_stays_known_when_the_first_is_kept_no_longer(rig: Rig) -> None:
@@ -177,12 +177,12 @@ async def test_a_file_is_in_use_until_the_last_job_that_brings_it_has_ended(rig:
     await rig.complete(first)
     with pytest.raises(Refusal):
         await rig.engine.retry(first.job_id)
-    (note,) = await rig.store.cabinet.listing(USES)
+    (note,) = await rig.store.documents.listing(USES)
     assert note.name == f"f_1/{second.job_id}", "a file that very many jobs bring is not noted for ever"
     assert await rig.engine.uses_file("f_1")
     await rig.fail(second, FailureKind.INVALID_WORKFLOW)
     assert not await rig.engine.uses_file("f_1")
-    assert await rig.store.cabinet.listing(USES) == []
+    assert await rig.store.documents.listing(USES) == []
     await rig.engine.retry(second.job_id)
     assert await rig.engine.uses_file("f_1")
     await rig.engine._inputs.use(["f_2"], JobId("being-written"))
@@ -208,4 +208,4 @@ async def test_stages_hand_files_on_with_every_store(store_url: str) -> None:
         assert not await engine.uses_file("f_1")
         kept = (await engine.get(second)).job.payload.inputs
         assert kept[0].file == "f_1" and kept[0].job == first
-        assert await engine.store.cabinet.listing(DRAWER) == []
+        assert await engine.store.documents.listing(COLLECTION) == []

@@ -293,11 +293,11 @@ async def test_watching_an_unknown_job_is_refused() -> None:
 
 async def test_a_watcher_ends_even_if_the_job_ends_between_its_two_first_looks() -> None:
     class Slow(MemoryStore):
-        gate: asyncio.Event | None = None
+        admission_control: asyncio.Event | None = None
 
         async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
-            if self.gate is not None:
-                await self.gate.wait()
+            if self.admission_control is not None:
+                await self.admission_control.wait()
             return await super().facts(job_id, after)
 
     async with Rig(Slow) as rig:
@@ -305,11 +305,11 @@ async def test_a_watcher_ends_even_if_the_job_ends_between_its_two_first_looks()
         await rig.worker("a")
         job_id = await rig.submit()
         leased = await rig.take("a")
-        rig.store.gate = asyncio.Event()
+        rig.store.admission_control = asyncio.Event()
         watcher = asyncio.ensure_future(watched(rig, job_id))
         await rig.settle()
         await rig.complete(leased)
-        rig.store.gate.set()
+        rig.store.admission_control.set()
         await rig.settle()
         assert watcher.done()
         assert [event.kind.value for event in watcher.result()] == ["queued", "leased", "completed"]
@@ -317,12 +317,12 @@ async def test_a_watcher_ends_even_if_the_job_ends_between_its_two_first_looks()
 
 async def test_a_cancel_that_arrives_while_a_failure_is_being_judged_is_not_forgotten() -> None:
     class Slow(MemoryStore):
-        gate: asyncio.Event | None = None
+        admission_control: asyncio.Event | None = None
 
         async def now(self) -> float:
-            gate, self.gate = self.gate, None
-            if gate is not None:
-                await gate.wait()
+            admission_control, self.admission_control = self.admission_control, None
+            if admission_control is not None:
+                await admission_control.wait()
             return await super().now()
 
     async with Rig(Slow, max_failures_before_block=9) as rig:
@@ -330,10 +330,10 @@ async def test_a_cancel_that_arrives_while_a_failure_is_being_judged_is_not_forg
         await rig.worker("a")
         job_id = await rig.submit()
         leased = await rig.take("a")
-        gate = rig.store.gate = asyncio.Event()
+        admission_control = rig.store.admission_control = asyncio.Event()
         failing = asyncio.ensure_future(rig.fail(leased))
         await rig.settle()
         await rig.engine.cancel(job_id)
-        gate.set()
+        admission_control.set()
         assert (await failing).phase is Phase.CANCELLED
         assert (await rig.engine.get(job_id)).job.phase is Phase.CANCELLED

@@ -91,7 +91,7 @@ def made_for(leased: LeasedJob | None) -> tuple[JobId, str]:
 
 
 async def rounds_are_over(engine: Engine) -> None:
-    while (running := engine._rounds._running) is not None:
+    while (running := engine._matcher._running) is not None:
         await asyncio.wait({running})
 
 

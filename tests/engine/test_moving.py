@@ -94,17 +94,17 @@ async def test_what_was_learned_blocked_and_served_moves_along(two: Two) -> None
     for terms in (ann, TenantTerms(tenant("bob"), 5.0)):
         await two.from_store.shares.put_terms(terms)
     await two.to_store.shares.put_terms(own_bob)
-    lessons = [WorkflowStats(HASH, {}, 8.0), WorkflowStats(WorkflowHash("new"), {}, 4.0)]
-    for lesson in lessons:
-        await two.from_store.put_lesson(lesson)
+    workflow_stats = [WorkflowStats(HASH, {}, 8.0), WorkflowStats(WorkflowHash("new"), {}, 4.0)]
+    for stats in workflow_stats:
+        await two.from_store.put_workflow_stats(stats)
     own = WorkflowStats(HASH, {}, 24.0)
-    await two.to_store.put_lesson(own)
+    await two.to_store.put_workflow_stats(own)
     block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
     await two.from_store.put_block(block)
     moved = await two.move().run()
-    assert (moved.lessons, moved.blocks) == (1, 1)
-    assert await two.to_store.get_lesson(HASH) == own, "what the target has learned itself is newer"
-    assert await two.to_store.get_lesson(WorkflowHash("new")) == lessons[1]
+    assert (moved.workflow_stats, moved.blocks) == (1, 1)
+    assert await two.to_store.get_workflow_stats(HASH) == own, "what the target has learned itself is newer"
+    assert await two.to_store.get_workflow_stats(WorkflowHash("new")) == workflow_stats[1]
     assert await two.to_store.blocks() == [block]
     served = [(await two.to_store.shares.of(tenant(name))).virtual_time for name in ("ann", "bob")]
     assert served == [40.0, 5.0]
@@ -112,18 +112,18 @@ async def test_what_was_learned_blocked_and_served_moves_along(two: Two) -> None
     first = await two.target.lease_next(B)
     assert first is not None and first.tenant == "bob", "who was served less comes first, as before"
     again = await two.move().run()
-    assert (again.jobs, again.lessons, again.blocks) == (0, 0, 0)
+    assert (again.jobs, again.workflow_stats, again.blocks) == (0, 0, 0)
 
 
 async def test_documents_move_along_and_what_the_target_has_under_their_name_stays(two: Two) -> None:
-    source, target = two.from_store.cabinet, two.to_store.cabinet
+    source, target = two.from_store.documents, two.to_store.documents
     names = [f"key-{number:02d}" for number in range(45)]
     for name in names:
         assert await source.put("keys", name, b"moved", version=None)
     assert await source.put("audit", "entry", bytes(range(256)), version=0)
     assert await target.put("keys", "key-00", b"own", version=0)
     assert (await two.move().rehearse()).documents == 45
-    assert await target.drawers() == ["keys"], "a rehearsal changes nothing"
+    assert await target.collections() == ["keys"], "a rehearsal changes nothing"
     assert (await two.move().run()).documents == 45
     kept = {each.name: each.body for each in await target.listing("keys")}
     assert kept == dict.fromkeys(names, b"moved") | {"key-00": b"own"}
@@ -250,7 +250,7 @@ def fails_once(original: Callable[..., Coroutine[Any, Any, Any]], *, after: int,
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-@pytest.mark.parametrize(("side", "name"), [("target", "adopt"), ("source", "discard")])
+@pytest.mark.parametrize(("side", "name"), [("target", "import_jobs"), ("source", "discard")])
 async def test_a_move_that_was_cut_off_at_any_step_goes_on_when_it_is_begun_again(
     two: Two, monkeypatch: pytest.MonkeyPatch, side: str, name: str, is_done: bool
 ) -> None:

@@ -12,7 +12,7 @@ from tests.engine._rig import Rig, graph, offers
 from tests.engine.test_several_engines import Engines, register, take
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.node_catalogs import SHARED_DRAWER
+from comfyfleet.engine.node_catalogs import SHARED_COLLECTION
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.block import BlockReason
 from comfyfleet.model.calls import FailureReport, LeasedJob, Poll, RegisterWorker, ReportReply
@@ -335,12 +335,12 @@ async def test_a_job_tried_again_by_hand_is_placed_by_who_is_there_now() -> None
 async def test_equal_nodes_are_kept_once_and_go_with_their_last_worker() -> None:
     async with Rig() as rig:
         workers = [await described(rig, name, "old") for name in "ab"]
-        kept = await rig.store.cabinet.listing(SHARED_DRAWER)
+        kept = await rig.store.documents.listing(SHARED_COLLECTION)
         assert len(kept) == 1
         await rig.engine.remove_worker(workers[0])
-        assert await rig.store.cabinet.listing(SHARED_DRAWER) == kept
+        assert await rig.store.documents.listing(SHARED_COLLECTION) == kept
         await rig.engine.remove_worker(workers[1])
-        assert await rig.store.cabinet.listing(SHARED_DRAWER) == []
+        assert await rig.store.documents.listing(SHARED_COLLECTION) == []
 
 
 async def test_nodes_that_a_server_no_longer_has_are_kept_for_nobody() -> None:
@@ -349,14 +349,14 @@ async def test_nodes_that_a_server_no_longer_has_are_kept_for_nobody() -> None:
         await described(rig, "a", "old")
         await described(rig, "b", "old")
         await described(rig, "a", "new")
-        assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 2, (
+        assert len(await rig.store.documents.listing(SHARED_COLLECTION)) == 2, (
             "the other one has the old nodes still"
         )
         await described(rig, "b", "new")
-        assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 1
+        assert len(await rig.store.documents.listing(SHARED_COLLECTION)) == 1
         await described(rig, "a", "old")
         await described(rig, "b", "old")
-        assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 1
+        assert len(await rig.store.documents.listing(SHARED_COLLECTION)) == 1
 
 
 async def test_no_worker_says_what_anothers_nodes_are() -> None:
@@ -365,7 +365,7 @@ async def test_no_worker_says_what_anothers_nodes_are() -> None:
         liar = await rig.worker("b", signature=nodes("new").signature())
         with pytest.raises(Refusal, match="it declared"):
             await rig.engine.describe(liar, nodes("newest"))
-        assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 1
+        assert len(await rig.store.documents.listing(SHARED_COLLECTION)) == 1
 
 
 async def test_what_nodes_accept_is_known_after_a_restart_without_being_told_again(tmp_path: Path) -> None:
@@ -420,4 +420,4 @@ async def test_nodes_that_were_forgotten_are_asked_for_again_by_an_engine_that_r
         (worker,) = await it.second.workers()
         assert await it.second.knows_nodes(worker) is False
         await it.second.describe(WorkerId("a"), told)
-        assert len(await it.store.cabinet.listing(SHARED_DRAWER)) == 1
+        assert len(await it.store.documents.listing(SHARED_COLLECTION)) == 1

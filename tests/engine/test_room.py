@@ -106,9 +106,9 @@ async def test_a_shared_queue_takes_as_many_as_it_may_and_is_not_asked_for_each(
         await engine.submit(Submission(graph()))
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("has_tenant_database", [False, True])
 async def test_the_record_of_a_job_is_asked_for_together_with_its_lease_unless_it_lies_apart(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_apart: bool
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, has_tenant_database: bool
 ) -> None:
     """Of a tenant with a database of its own the lease reads the record itself, which is then the one to take."""
     worker, sent, steps = WorkerId("a"), graph(seed=5), list[str]()
@@ -118,7 +118,7 @@ async def test_the_record_of_a_job_is_asked_for_together_with_its_lease_unless_i
         written = await lease(*arguments)
         steps.append("leased")
         assert written is not None
-        dispatch = msgspec.structs.replace(written.dispatch, is_apart=is_apart)
+        dispatch = msgspec.structs.replace(written.dispatch, has_tenant_database=has_tenant_database)
         return msgspec.structs.replace(written, dispatch=dispatch)
 
     async def getting(*arguments: Any) -> Any:
@@ -131,4 +131,4 @@ async def test_the_record_of_a_job_is_asked_for_together_with_its_lease_unless_i
     monkeypatch.setattr(engine.store.records, "get", getting)
     leased = await engine.poll(Poll(worker, PollId("p"), 0))
     assert leased is not None and leased.workflow == sent
-    assert steps == ["asked", "leased", "asked"][: 3 if is_apart else 2]
+    assert steps == ["asked", "leased", "asked"][: 3 if has_tenant_database else 2]

@@ -237,12 +237,12 @@ async def test_a_poll_that_does_not_wait_is_served_even_while_a_round_runs() -> 
 class SlowStore(MemoryStore):
     """Answers a lease only when it is let."""
 
-    gate: asyncio.Event | None = None
+    admission_control: asyncio.Event | None = None
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         written = await super().lease(job_id, offer)
-        if self.gate is not None:
-            await self.gate.wait()
+        if self.admission_control is not None:
+            await self.admission_control.wait()
         return written
 
 
@@ -254,7 +254,7 @@ async def test_a_poll_that_goes_away_while_its_lease_is_being_granted_returns_th
     async with Rig(SlowStore) as rig:
         assert isinstance(rig.store, SlowStore)
         await rig.worker("a")
-        gate = rig.store.gate = asyncio.Event()
+        admission_control = rig.store.admission_control = asyncio.Event()
         if is_parked:
             parked = rig.park("a")
             await rig.settle()
@@ -269,8 +269,8 @@ async def test_a_poll_that_goes_away_while_its_lease_is_being_granted_returns_th
             await asyncio.gather(parked, return_exceptions=True)
         else:
             await rig.engine.unregister(WorkerId("a"), "gone")
-        gate.set()
-        rig.store.gate = None
+        admission_control.set()
+        rig.store.admission_control = None
         await rig.settle()
         view = await rig.engine.get(job_id)
         assert (view.dispatch.phase, view.dispatch.charged) == (Phase.QUEUED, 0)

@@ -21,7 +21,7 @@ from comfyfleet.model.job import Submission
 from comfyfleet.pool.servers import StoreWorkers
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
-from comfyfleet.stores.crypto.store import sealed_store
+from comfyfleet.stores.crypto.store import encrypted_store
 from comfyfleet.stores.redis.store import RedisStore
 
 MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")
@@ -38,12 +38,12 @@ def url(server_url: str) -> str:
     return with_prefix(server_url)
 
 
-def sealing(store: Store, clock: Clock) -> Store:
-    return sealed_store(store, Keyring(store.cabinet, clock, lambda: MASTERS))
+def encryption(store: Store, clock: Clock) -> Store:
+    return encrypted_store(store, Keyring(store.documents, clock, lambda: MASTERS))
 
 
 def sealed_engine(url: str) -> Engine:
-    return Engine(sealing(RedisStore(url), SystemClock()))
+    return Engine(encryption(RedisStore(url), SystemClock()))
 
 
 async def test_a_worker_that_has_redis_alone_is_told_that_it_cannot_open_anything(url: str) -> None:
@@ -85,5 +85,5 @@ async def test_pools_and_direct_workers_without_the_key_do_not_start(url: str) -
         with pytest.raises(Refusal, match="sealed and this process has no key"):
             async with StoreWorkers((), store=url, on_state=lambda *_: None):
                 pass
-        async with StoreWorkers((), store=url, on_state=lambda *_: None, sealing=sealing):
+        async with StoreWorkers((), store=url, on_state=lambda *_: None, encryption=encryption):
             pass

@@ -345,11 +345,11 @@ async def test_what_is_known_of_a_workflow_ranks_its_jobs_also_when_it_is_long_s
         waits, other = WorkflowHash("waits"), WorkflowHash("other")
         await context.learn(of_run(waits, "RTX", 7.0))
         await it.clock.advance(11)
-        await context.lesson(other)
-        assert expected_s(context.known_lesson(waits), "RTX") == 7.0
+        await context.stats(other)
+        assert expected_s(context.known_workflow_stats(waits), "RTX") == 7.0
         # Meanwhile the other engine has learned as well, which is read with the next question.
         await it.second._context.learn(of_run(waits, "RTX", 9.0))
-        assert expected_s(await context.lesson(waits), "RTX") == 8.0
+        assert expected_s(await context.stats(waits), "RTX") == 8.0
 
 
 async def test_what_two_engines_put_at_once_leaves_no_class_without_the_worker_that_can_run_it(

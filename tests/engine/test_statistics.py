@@ -87,9 +87,9 @@ async def test_runs_that_end_at_two_engines_are_all_counted() -> None:
             )
         (worker,) = await it.store.workers()
         assert (worker.completed, worker.busy_s) == (10, 20.0)
-        lesson = await it.store.get_lesson(leases[0].workflow_hash)
-        assert lesson is not None
-        assert [(each.mean_s, each.runs) for each in lesson.durations.values()] == [(2.0, 10)]
+        stats = await it.store.get_workflow_stats(leases[0].workflow_hash)
+        assert stats is not None
+        assert [(each.mean_s, each.runs) for each in stats.durations.values()] == [(2.0, 10)]
 
 
 async def test_a_card_that_was_too_small_at_one_engine_is_soon_known_at_the_other() -> None:

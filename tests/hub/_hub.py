@@ -59,25 +59,25 @@ class HubRig:
         self,
         hub: Hub,
         engine: Engine,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         keys: dict[Role, str],
         url: str = "",
         assets: LocalFileStore | None = None,
-        estate: TenantServices | None = None,
+        tenant_services: TenantServices | None = None,
     ) -> None:
         self.assets = assets
-        self._estate = estate
+        self._tenant_services = tenant_services
         self.hub = hub
         self.engine = engine
         self.keys = keys
         self.url = url
-        self.cabinet = cabinet
+        self.documents = documents
         self._session: aiohttp.ClientSession | None = None
 
     @property
-    def estate(self) -> TenantServices:
-        assert self._estate is not None
-        return self._estate
+    def tenant_services(self) -> TenantServices:
+        assert self._tenant_services is not None
+        return self._tenant_services
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -186,35 +186,37 @@ async def hub_in_process(
 ) -> AsyncIterator[HubRig]:
     clock = clock or SystemClock()
     store = around(open_store(store_url, clock), clock)
-    cabinet = store.cabinet
-    estate = TenantServices(store, clock, pools or {})
+    documents = store.documents
+    tenant_services = TenantServices(store, clock, pools or {})
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(estate.close)
-        engine = Engine(estate.store if pools else store, rules=rules, clock=clock)
+        stack.push_async_callback(tenant_services.close)
+        engine = Engine(tenant_services.store if pools else store, rules=rules, clock=clock)
         await stack.enter_async_context(engine)
-        cabinet_of = estate.cabinet_of if pools else None
+        documents_of = tenant_services.documents_of if pools else None
         assets = None
         if folder is not None:
-            assets = LocalFileStore(folder, cabinet, clock, max_bytes=max_file_bytes, cabinet_of=cabinet_of)
+            assets = LocalFileStore(
+                folder, documents, clock, max_bytes=max_file_bytes, documents_of=documents_of
+            )
         hub = Hub(
             engine,
-            cabinet,
+            documents,
             clock,
             limits=limits,
             is_open=is_open,
             legacy_websocket=legacy_websocket,
-            assets=assets if assets_on is None else assets_on(cabinet, clock),
+            assets=assets if assets_on is None else assets_on(documents, clock),
             guard=guard,
-            estate=estate,
+            tenant_services=tenant_services,
             shred=shred,
         )
         if pools:
-            await stack.enter_async_context(estate.kept(engine.admit))
+            await stack.enter_async_context(tenant_services.kept(engine.admit))
         keys = {}
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None
             keys[role] = (await hub.keys.create(role, tenant=tenant))[1]
-        yield HubRig(hub, engine, cabinet, keys, assets=assets, estate=estate)
+        yield HubRig(hub, engine, documents, keys, assets=assets, tenant_services=tenant_services)
 
 
 @asynccontextmanager

@@ -222,7 +222,7 @@ async def test_a_job_of_a_caller_is_run_by_a_worker_that_knows_only_the_hubs_add
         transport(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], quick()),
     ):
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         made = await rig.post("/api/jobs", submission(workflow=picture(), require_workable=True))
         assert made.status == 201, made.content
         found = await final(rig, made.body["id"])
@@ -238,10 +238,10 @@ async def test_an_agent_is_drained_from_the_hub(rig: HubRig, transport: type[Htt
         transport(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [SimulatedConnector()], quick(heartbeat_s=1000.0)) as agent,
     ):
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         await rig.post("/api/workers/gpu-a/drain")
         await until(lambda: agent.state.status is AgentStatus.DRAINING)
-        await until(lambda: rig.engine._rounds.idle_slots == 0)
+        await until(lambda: rig.engine._matcher.idle_slots == 0)
 
 
 async def test_an_agent_registers_again_with_a_hub_that_forgot_it(
@@ -251,9 +251,9 @@ async def test_an_agent_registers_again_with_a_hub_that_forgot_it(
         transport(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [SimulatedConnector()], quick()),
     ):
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         await rig.engine.remove_worker(GPU)
-        await until(lambda: rig.engine.known_worker(GPU) is not None and rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine.known_worker(GPU) is not None and rig.engine._matcher.idle_slots == 1)
         job_id = await rig.submit()
         assert (await final(rig, job_id))["status"] == "completed"
 

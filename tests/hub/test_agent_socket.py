@@ -70,9 +70,9 @@ async def cut_off(rig: HubRig) -> None:
 
 async def test_all_slots_of_an_agent_share_one_connection(rig: HubRig) -> None:
     async with api_of(rig) as api, Agent(api, GPU, [SimulatedConnector()], quick(slots=50)):
-        await until(lambda: rig.engine._rounds.idle_slots == 50)
+        await until(lambda: rig.engine._matcher.idle_slots == 50)
         assert rig.hub.sockets == 1
-    await until(lambda: (rig.hub.sockets, rig.engine._rounds.idle_slots) == (0, 0))
+    await until(lambda: (rig.hub.sockets, rig.engine._matcher.idle_slots) == (0, 0))
 
 
 async def test_a_run_outlives_its_connection_and_is_reported_under_its_lease(rig: HubRig) -> None:
@@ -101,9 +101,9 @@ async def test_a_poll_that_is_given_up_is_no_idle_slot(rig: HubRig) -> None:
     async with api_of(rig) as api:
         await api.register(OFFER)
         polling = asyncio.create_task(api.poll(Poll(GPU, PollId("1"), 30)))
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         polling.cancel()
-        await until(lambda: rig.engine._rounds.idle_slots == 0)
+        await until(lambda: rig.engine._matcher.idle_slots == 0)
         # The line is still good, and the same poll may be asked again.
         job_id = await rig.submit()
         job = await api.poll(Poll(GPU, PollId("1"), 5))
@@ -116,7 +116,7 @@ async def test_a_lost_connection_is_a_fault_for_all_who_wait_on_it_and_the_next_
     async with api_of(rig) as api:
         await api.register(OFFER)
         polls = [asyncio.create_task(api.poll(Poll(GPU, PollId(str(n)), 30))) for n in range(3)]
-        await until(lambda: rig.engine._rounds.idle_slots == 3)
+        await until(lambda: rig.engine._matcher.idle_slots == 3)
         await cut_off(rig)
         for failed in await asyncio.gather(*polls, return_exceptions=True):
             assert isinstance(failed, Fault)

@@ -15,8 +15,8 @@ from tests.hub.test_jobs import ANYTHING
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemRandom
-from comfyfleet.hub.audit.log import DRAWER as WORKERS
-from comfyfleet.hub.audit.log import DRAWERS, KEEP_S, AuditLog, Kind
+from comfyfleet.hub.audit.log import COLLECTION as WORKERS
+from comfyfleet.hub.audit.log import COLLECTIONS, KEEP_S, AuditLog, Kind
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.errors import Fault
@@ -80,7 +80,7 @@ async def test_what_callers_do_to_jobs_is_noted_and_what_is_refused_is_not(rig: 
 
 async def test_many_changes_at_once_are_all_there_page_by_page(rig: HubRig) -> None:
     jobs = await asyncio.gather(*(rig.submit() for _ in range(120)))
-    assert len(await rig.cabinet.listing(DRAWERS["jobs"], limit=1000)) < 100, "many in one document"
+    assert len(await rig.documents.listing(COLLECTIONS["jobs"], limit=1000)) < 100, "many in one document"
     found: list[str] = []
     cursor = ""
     while True:
@@ -108,7 +108,7 @@ async def test_an_operation_that_cannot_be_noted_is_not_done(
         raise Fault("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.cabinet, "put", full)
+        patch.setattr(rig.documents, "put", full)
         assert (await rig.post("/api/queue/pause")).code == "unavailable"
         assert not await rig.engine.store.is_queue_paused()
         # A job is safe in the store by then: its caller hears so, and the process's log has the entry.
@@ -140,8 +140,8 @@ async def test_a_worker_rotates_its_own_key(rig: HubRig) -> None:
 
 
 async def test_old_entries_are_forgotten_those_of_jobs_first() -> None:
-    clock, cabinet = ManualClock(), MemoryDocumentStore()
-    audit = AuditLog(cabinet, clock, SystemRandom())
+    clock, documents = ManualClock(), MemoryDocumentStore()
+    audit = AuditLog(documents, clock, SystemRandom())
 
     async def noted(kind: Kind) -> list[str]:
         return [each.entry.action for each in (await audit.page(kind, "", 10))[0]]
@@ -207,9 +207,9 @@ async def test_a_worker_that_was_removed_and_comes_again_is_in_the_log_again() -
             await log.look()
             await rig.engine.remove_worker(call.worker_id)
         await log.tidy()
-        assert len(await rig.cabinet.listing(WORKERS)) == 1, "it may be about to come again"
+        assert len(await rig.documents.listing(WORKERS)) == 1, "it may be about to come again"
         await log.tidy()
-        assert await rig.cabinet.listing(WORKERS) == []
+        assert await rig.documents.listing(WORKERS) == []
         await rig.hub.finish()
         noted = [(each["action"], each["target"]) for each in await entries(rig)]
     assert noted == [("worker_registered", "gpu-a")] * 2

@@ -13,7 +13,7 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.system import SystemClock, SystemRandom
-from comfyfleet.hub.audit.log import BEGUN, DRAWERS, KEEP_S, AuditLog, Kind
+from comfyfleet.hub.audit.log import BEGUN, COLLECTIONS, KEEP_S, AuditLog, Kind
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.ports import Clock, DocumentStore
@@ -77,7 +77,7 @@ async def test_hubs_that_write_at_once_make_one_chain_and_lose_nothing(
             stores = [open_store("memory:" if kind == "memory" else f"sqlite:///{tmp_path}/f.db", clock)]
     for store in stores:
         await store.open()
-    audits = [AuditLog(stores[number % len(stores)].cabinet, clock, SystemRandom()) for number in range(3)]
+    audits = [AuditLog(stores[number % len(stores)].documents, clock, SystemRandom()) for number in range(3)]
     try:
         await asyncio.gather(
             *(change(audits[number % 3], f"job-{number}") for number in range(150)),
@@ -89,7 +89,7 @@ async def test_hubs_that_write_at_once_make_one_chain_and_lose_nothing(
         assert {each["target"] for each in found[:150]} == {f"job-{number}" for number in range(150)}
         assert [each["target"] for each in found[150:]] == [f"late-{number}" for number in range(6)]
         assert (await verified(audits[1])).problems == []
-        later = AuditLog(stores[0].cabinet, clock, SystemRandom())
+        later = AuditLog(stores[0].documents, clock, SystemRandom())
         await change(later, "after a restart")
         whole = await verified(later)
         assert (whole.problems, whole.entries) == ([], 157)
@@ -103,8 +103,8 @@ class Log:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.cabinet = MemoryDocumentStore()
-        self.audit = AuditLog(self.cabinet, self.clock, SystemRandom())
+        self.documents = MemoryDocumentStore()
+        self.audit = AuditLog(self.documents, self.clock, SystemRandom())
 
     async def fill(self, number: int = 24) -> str:
         for each in range(number):
@@ -113,18 +113,18 @@ class Log:
         return (await verified(self.audit)).head
 
     async def names(self) -> list[str]:
-        return [each.name for each in await self.cabinet.listing(DRAWERS[JOBS], limit=1000)]
+        return [each.name for each in await self.documents.listing(COLLECTIONS[JOBS], limit=1000)]
 
     async def body(self, name: str) -> bytes:
-        document = await self.cabinet.get(DRAWERS[JOBS], name)
+        document = await self.documents.get(COLLECTIONS[JOBS], name)
         assert document is not None
         return document.body
 
     async def put(self, name: str, body: bytes) -> None:
-        await self.cabinet.put(DRAWERS[JOBS], name, body, version=None)
+        await self.documents.put(COLLECTIONS[JOBS], name, body, version=None)
 
     async def remove(self, name: str) -> None:
-        assert await self.cabinet.remove(DRAWERS[JOBS], name)
+        assert await self.documents.remove(COLLECTIONS[JOBS], name)
 
 
 async def test_a_whole_log_is_whole_and_tells_its_head() -> None:
@@ -179,7 +179,7 @@ async def test_an_end_that_was_cut_off_is_found_by_who_noted_it_also_after_the_l
     await change(log.audit, "later")
     assert "entries 22 to 24 of" in (await verified(log.audit)).problems[0]
     await log.remove((await log.names())[-1])
-    log.audit = AuditLog(log.cabinet, log.clock, SystemRandom())
+    log.audit = AuditLog(log.documents, log.clock, SystemRandom())
     for number in range(5):
         await change(log.audit, f"other-{number}")
     assert (await verified(log.audit)).problems == []
@@ -192,7 +192,7 @@ async def test_a_log_that_was_written_anew_from_some_entry_on_is_found_by_an_old
     head = await log.fill(5)
     for name in (await log.names())[8:]:
         await log.remove(name)
-    log.audit = AuditLog(log.cabinet, log.clock, SystemRandom())
+    log.audit = AuditLog(log.documents, log.clock, SystemRandom())
     await log.fill(7)
     assert (await verified(log.audit)).problems == []
     for noted in (early, head):
@@ -221,19 +221,19 @@ async def test_a_forgetting_that_was_interrupted_is_no_tampering() -> None:
     log = Log()
     await log.fill(10)
     await log.clock.advance(KEEP_S[JOBS] + 13 * 3600)
-    remove, calls = log.cabinet.remove, 0
+    remove, calls = log.documents.remove, 0
 
-    async def dies(drawer: str, name: str) -> bool:
+    async def dies(collection: str, name: str) -> bool:
         nonlocal calls
         calls += 1
         if calls > 4:
             raise Fault("the disk is gone")
-        return await remove(drawer, name)
+        return await remove(collection, name)
 
-    log.cabinet.remove = dies  # type: ignore[method-assign]
+    log.documents.remove = dies  # type: ignore[method-assign]
     with pytest.raises(Fault):
         await log.audit.tidy()
-    log.cabinet.remove = remove  # type: ignore[method-assign]
+    log.documents.remove = remove  # type: ignore[method-assign]
     assert [each["number"] for each in await listed(log.audit)] == list(range(5, 12))
     assert (await verified(log.audit)).problems == []
     await log.audit.tidy()
@@ -244,7 +244,7 @@ async def test_a_forgetting_that_was_interrupted_is_no_tampering() -> None:
 async def test_a_hub_that_was_idle_while_others_wrote_and_forgot_does_not_fork_the_log() -> None:
     log = Log()
     await log.fill(3)
-    idle, log.audit = log.audit, AuditLog(log.cabinet, log.clock, SystemRandom())
+    idle, log.audit = log.audit, AuditLog(log.documents, log.clock, SystemRandom())
     await log.fill(5)
     await log.clock.advance(KEEP_S[JOBS] + 13 * 3600)
     await log.audit.tidy()
@@ -254,10 +254,10 @@ async def test_a_hub_that_was_idle_while_others_wrote_and_forgot_does_not_fork_t
 
 
 async def test_an_operation_whose_hub_died_gets_an_entry_without_an_outcome_once() -> None:
-    clock, cabinet = ManualClock(), MemoryDocumentStore()
+    clock, documents = ManualClock(), MemoryDocumentStore()
 
     def audit() -> AuditLog:
-        return AuditLog(cabinet, clock, SystemRandom())
+        return AuditLog(documents, clock, SystemRandom())
 
     dead, alive, other = audit(), audit(), audit()
     hangs = asyncio.ensure_future(dead.operation(ENTRY, asyncio.Event().wait, lambda _: None))
@@ -270,28 +270,28 @@ async def test_an_operation_whose_hub_died_gets_an_entry_without_an_outcome_once
     await asyncio.gather(alive.tidy(), other.tidy())
     found = await listed(alive, "operations")
     assert [each.get("outcome", "") for each in found] == ["done", ""]
-    assert await cabinet.listing(BEGUN) == []
+    assert await documents.listing(BEGUN) == []
     assert (await verified(alive, "operations")).problems == []
     hangs.cancel()
     await asyncio.gather(hangs, return_exceptions=True)
 
 
 async def test_an_end_that_was_noted_is_not_noted_again_when_its_beginning_stayed() -> None:
-    clock, cabinet = ManualClock(), MemoryDocumentStore()
-    audit = AuditLog(cabinet, clock, SystemRandom())
-    remove = cabinet.remove
+    clock, documents = ManualClock(), MemoryDocumentStore()
+    audit = AuditLog(documents, clock, SystemRandom())
+    remove = documents.remove
 
-    async def away(drawer: str, name: str) -> bool:
+    async def away(collection: str, name: str) -> bool:
         raise Fault("not now")
 
-    cabinet.remove = away  # type: ignore[method-assign]
+    documents.remove = away  # type: ignore[method-assign]
     await audit.operation(ENTRY, nothing, lambda _: "made")
     await clock.settle()
-    cabinet.remove = remove  # type: ignore[method-assign]
-    assert len(await cabinet.listing(BEGUN)) == 1
+    documents.remove = remove  # type: ignore[method-assign]
+    assert len(await documents.listing(BEGUN)) == 1
     await clock.advance(121)
     await audit.tidy()
-    assert await cabinet.listing(BEGUN) == []
+    assert await documents.listing(BEGUN) == []
     assert [each["target"] for each in await listed(audit, "operations")] == ["made"]
 
 
@@ -308,13 +308,13 @@ async def test_the_place_of_a_time_and_the_end_are_found_however_long_the_log_is
         page, _ = await log.audit.page(JOBS, "", 1, since=at)
         assert page[0].entry.target == f"job-{each}-0"
     assert (await log.audit.page(JOBS, "", 9, since=times[-1] + 1))[0] == []
-    fresh = AuditLog(log.cabinet, log.clock, SystemRandom())
+    fresh = AuditLog(log.documents, log.clock, SystemRandom())
     await change(fresh, "next")
     assert (await verified(fresh)).problems == []
 
 
-def moved(clock: Clock, cabinet: DocumentStore) -> Callable[[], AuditLog]:
-    return lambda: AuditLog(cabinet, clock, SystemRandom())
+def moved(clock: Clock, documents: DocumentStore) -> Callable[[], AuditLog]:
+    return lambda: AuditLog(documents, clock, SystemRandom())
 
 
 async def test_the_log_of_another_store_lies_beside_the_own_one_after_a_move() -> None:
@@ -322,9 +322,9 @@ async def test_the_log_of_another_store_lies_beside_the_own_one_after_a_move() -
     await one.fill(5)
     await two.fill(4)
     # As a move does it: what has the name at the target stays.
-    for drawer in await one.cabinet.drawers():
-        for document in await one.cabinet.listing(drawer):
-            await two.cabinet.put(drawer, document.name, document.body, version=0)
+    for collection in await one.documents.collections():
+        for document in await one.documents.listing(collection):
+            await two.documents.put(collection, document.name, document.body, version=0)
     await change(two.audit, "goes on")
-    whole = await verified(moved(two.clock, two.cabinet)())
+    whole = await verified(moved(two.clock, two.documents)())
     assert (whole.problems, whole.entries) == ([], 10)

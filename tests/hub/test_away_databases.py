@@ -44,7 +44,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
             raise Fault("the database is away")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rig.estate.pools, "of", away)
+            patch.setattr(rig.tenant_services.pools, "of", away)
             yield Scene(rig, job_id, file_id)
 
 

@@ -58,10 +58,10 @@ async def a_hub(kind: Kind, folder: Path, **bounds: Any) -> AsyncIterator[HubRig
     """No storage is there: whatever reaches it is a fault."""
     made: list[S3FileStore] = []
 
-    def assets_on(cabinet: DocumentStore, clock: Clock) -> FileStore:
+    def assets_on(documents: DocumentStore, clock: Clock) -> FileStore:
         if kind == "folder":
-            return LocalFileStore(folder, cabinet, clock, **bounds)
-        made.append(S3FileStore(NOWHERE, CREDENTIALS, cabinet, clock, **bounds))
+            return LocalFileStore(folder, documents, clock, **bounds)
+        made.append(S3FileStore(NOWHERE, CREDENTIALS, documents, clock, **bounds))
         return made[0]
 
     async with hub_in_process(assets_on=assets_on) as rig:

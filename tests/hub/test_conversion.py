@@ -16,7 +16,7 @@ from tests.policy._editor import Editor
 from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI
 
 from comfyfleet import FleetClient, Refusal, WorkflowPool
-from comfyfleet.engine.node_catalogs import DRAWER, SHARED_DRAWER, NodeCatalogs
+from comfyfleet.engine.node_catalogs import COLLECTION, SHARED_COLLECTION, NodeCatalogs
 from comfyfleet.hub.local_worker_api import LocalWorkerApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
@@ -104,7 +104,7 @@ async def test_without_a_worker_that_has_the_nodes_it_says_which_are_missing() -
         answer = await rig.post("/api/workflows/convert", {"workflow": editors_workflow()})
         assert answer.code == "unworkable" and "no worker is there" in answer.body["detail"]
         await rig.engine.remove_worker(GPU)
-        assert await rig.cabinet.listing(DRAWER) == await rig.cabinet.listing(SHARED_DRAWER) == []
+        assert await rig.documents.listing(COLLECTION) == await rig.documents.listing(SHARED_COLLECTION) == []
 
 
 async def test_a_worker_of_other_tenants_is_not_asked() -> None:
@@ -150,7 +150,7 @@ async def test_many_nodes_are_kept_in_parts_and_come_back_whole() -> None:
         catalogs = NodeCatalogs(rig.engine._context)
         worker = await rig.engine.register(RegisterWorker(GPU, Capabilities((Service("comfyui"),))))
         await catalogs.describe(GPU, NodeCatalog(many))
-        assert len(await rig.cabinet.listing(DRAWER)) > 1
+        assert len(await rig.documents.listing(COLLECTION)) > 1
         assert await catalogs.definitions(worker) == many
         await catalogs.forget(GPU)
         assert await catalogs.definitions(worker) is None
@@ -160,7 +160,7 @@ async def test_what_would_unpack_without_end_is_not_kept() -> None:
     async with running_hub() as rig:
         with pytest.raises(Refusal, match="16777216 are kept"):
             await rig.engine.describe(GPU, NodeCatalog({"Bomb": (Widget("x", default="x" * 17_000_000),)}))
-        assert await rig.cabinet.listing(DRAWER) == []
+        assert await rig.documents.listing(COLLECTION) == []
 
 
 async def test_a_pool_converts_with_its_own_servers(tmp_path: Path) -> None:

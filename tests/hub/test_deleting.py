@@ -195,7 +195,7 @@ async def test_a_job_whose_tenant_is_on_its_way_to_another_pool_goes_when_it_has
     """Its rows must stay as they are meanwhile; forgotten in the queue alone, its reference would lead nowhere."""
     async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
         job_id = await settled_job(rig, monkeypatch)
-        home = await rig.estate.homes.of(TenantId("acme"))
+        home = await rig.tenant_services.homes.of(TenantId("acme"))
         assert home is not None
         with monkeypatch.context() as patch:
             patch.setattr(home.database, "forget_jobs", _nothing_forgotten)
@@ -211,7 +211,7 @@ async def test_a_job_whose_database_goes_away_at_the_last_moment_stays(
 ) -> None:
     async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
         job_id = await settled_job(rig, monkeypatch)
-        home = await rig.estate.homes.of(TenantId("acme"))
+        home = await rig.tenant_services.homes.of(TenantId("acme"))
         assert home is not None
 
         async def away(*_: object) -> None:

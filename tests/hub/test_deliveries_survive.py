@@ -52,7 +52,7 @@ async def test_what_was_not_heard_is_found(rig: HubRig, receiver: Receiver) -> N
 async def test_a_job_whose_tenants_database_is_away_keeps_no_others_from_being_told(
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.hub.webhooks.dispatcher._AT_A_TIME", 1)
+    monkeypatch.setattr("comfyfleet.hub.webhooks.dispatcher._BATCH_SIZE", 1)
     rig.hub._delivering._leave_bus()
     first, second = [await rig.submit(webhook=receiver.url) for _ in range(2)]
     store, is_away = rig.engine.store, True
@@ -72,12 +72,12 @@ async def test_a_job_whose_tenants_database_is_away_keeps_no_others_from_being_t
 
 
 async def test_a_note_whose_job_never_came_is_forgotten(rig: HubRig) -> None:
-    await rig.cabinet.put(
+    await rig.documents.put(
         "webhook_notes", "01900000-0000-7000-8000-000000000000/000001", b'{"at":1}', version=0
     )
 
     async def is_gone() -> bool:
-        return not await rig.cabinet.listing("webhook_notes")
+        return not await rig.documents.listing("webhook_notes")
 
     await until(is_gone)
 
@@ -88,7 +88,7 @@ async def test_an_attempt_whose_hub_died_is_made_again_when_its_claim_is_over(
     receiver.answer = lambda _: web.Response(status=410)
     job_id = await run_one(rig, webhook=receiver.url)
     await settled(rig, job_id, "given_up")
-    (document,) = await rig.cabinet.listing("deliveries")
+    (document,) = await rig.documents.listing("deliveries")
     delivery = msgspec.json.decode(document.body, type=Delivery)
     now = rig.engine.now()
     # As a hub that was killed while it sent has left it: claimed for a while, and its entry in its place.
@@ -96,9 +96,9 @@ async def test_an_attempt_whose_hub_died_is_made_again_when_its_claim_is_over(
         delivery, status="pending", ended_at=None, tries=0, next_at=now, claimed_until=now + 0.3
     )
     receiver.answer = lambda _: web.Response()
-    await rig.cabinet.put("deliveries", document.name, msgspec.json.encode(left), version=None)
+    await rig.documents.put("deliveries", document.name, msgspec.json.encode(left), version=None)
     entry = f"{int(now * 1000):013d}/{document.name}"
-    await rig.cabinet.put("deliveries_due", entry, b'["127.0.0.1","default"]', version=None)
+    await rig.documents.put("deliveries_due", entry, b'["127.0.0.1","default"]', version=None)
     assert (await settled(rig, job_id, "delivered"))["attempts"] == 2
     assert rig.engine.now() >= now + 0.3
 
@@ -111,40 +111,40 @@ async def test_a_hub_that_stops_gives_back_what_it_was_sending(
     await run_one(rig, webhook=receiver.url)
     await receiver.until(1)
     await rig.hub.finish()
-    (document,) = await rig.cabinet.listing("deliveries")
+    (document,) = await rig.documents.listing("deliveries")
     left = msgspec.json.decode(document.body, type=Delivery)
     assert (left.status, left.claimed_until) == ("pending", None)
-    (due,) = await rig.cabinet.listing("deliveries_due")
+    (due,) = await rig.documents.listing("deliveries_due")
     assert due.name.endswith(document.name)
 
 
 class Dying:
     """A cabinet as a hub sees it that dies before its write of this number: nothing of what follows is done."""
 
-    def __init__(self, cabinet: DocumentStore, dies_at: int) -> None:
-        self._cabinet = cabinet
+    def __init__(self, documents: DocumentStore, dies_at: int) -> None:
+        self._documents = documents
         self._dies_at = dies_at
         self._writes = 0
         self.has_died = asyncio.Event()
 
-    async def get(self, drawer: str, name: str) -> Document | None:
+    async def get(self, collection: str, name: str) -> Document | None:
         self._live()
-        return await self._cabinet.get(drawer, name)
+        return await self._documents.get(collection, name)
 
-    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+    async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]:
         self._live()
-        return await self._cabinet.listing(drawer, after, limit)
+        return await self._documents.listing(collection, after, limit)
 
-    async def drawers(self) -> list[str]:
-        return await self._cabinet.drawers()
+    async def collections(self) -> list[str]:
+        return await self._documents.collections()
 
-    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+    async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
         self._write()
-        return await self._cabinet.put(drawer, name, body, version=version)
+        return await self._documents.put(collection, name, body, version=version)
 
-    async def remove(self, drawer: str, name: str) -> bool:
+    async def remove(self, collection: str, name: str) -> bool:
         self._write()
-        return await self._cabinet.remove(drawer, name)
+        return await self._documents.remove(collection, name)
 
     def _write(self) -> None:
         self._writes += 1
@@ -157,10 +157,10 @@ class Dying:
             raise Fault("this hub is dead")
 
 
-def delivering(rig: HubRig, cabinet: DocumentStore) -> WebhookDispatcher:
-    webhooks, book, called = Webhooks(cabinet, SystemClock()), WebhookOutbox(cabinet), guard()
-    sender = WebhookSender(rig.engine, book, webhooks, called, SystemRandom(), claim_s=0.1)
-    return WebhookDispatcher(rig.engine, book, webhooks, called, sender, PendingDeliveries(book, 100))
+def delivering(rig: HubRig, documents: DocumentStore) -> WebhookDispatcher:
+    webhooks, ledger, called = Webhooks(documents, SystemClock()), WebhookOutbox(documents), guard()
+    sender = WebhookSender(rig.engine, ledger, webhooks, called, SystemRandom(), claim_s=0.1)
+    return WebhookDispatcher(rig.engine, ledger, webhooks, called, sender, PendingDeliveries(ledger, 100))
 
 
 WRITES = 12
@@ -172,23 +172,23 @@ async def test_a_hub_may_die_before_any_of_its_writes(receiver: Receiver, dies_a
     async with hub_in_process(rules=QUICK) as rig:
         await register(rig)
         await rig.hub.finish()
-        cabinet = Dying(rig.cabinet, dies_at)
-        first = delivering(rig, cabinet)
+        documents = Dying(rig.documents, dies_at)
+        first = delivering(rig, documents)
         first.start()
         webhook = {"url": receiver.url, "events": ["queued", "completed"]}
         assert (await rig.post("/api/jobs", submission(webhook=webhook))).status == 201
         await complete(rig, await lease(rig))
         async with asyncio.timeout(60):
-            await cabinet.has_died.wait()
+            await documents.has_died.wait()
         await first.close()
-        second = delivering(rig, rig.cabinet)
+        second = delivering(rig, rig.documents)
         second.start()
 
         async def is_told() -> bool:
             kept: list[Any] = [
-                msgspec.json.decode(each.body) for each in await rig.cabinet.listing("deliveries")
+                msgspec.json.decode(each.body) for each in await rig.documents.listing("deliveries")
             ]
-            is_tidy = not {"webhook_notes", "deliveries_due"} & set(await rig.cabinet.drawers())
+            is_tidy = not {"webhook_notes", "deliveries_due"} & set(await rig.documents.collections())
             return is_tidy and [each.get("status") for each in kept] == ["delivered", "delivered"]
 
         await until(is_told)

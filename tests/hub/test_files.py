@@ -119,8 +119,8 @@ async def test_a_hub_with_a_folder_of_its_own_says_why_it_has_not_what_another_r
     rig: HubRig, tmp_path: Path
 ) -> None:
     clock = ManualClock(time.time())
-    folder = LocalFileStore(tmp_path / "of its own", rig.cabinet, clock)
-    other = HubRig(Hub(rig.engine, rig.cabinet, clock, assets=folder), rig.engine, rig.cabinet, rig.keys)
+    folder = LocalFileStore(tmp_path / "of its own", rig.documents, clock)
+    other = HubRig(Hub(rig.engine, rig.documents, clock, assets=folder), rig.engine, rig.documents, rig.keys)
     file = await announced(rig)
     assert (await rig.ask("PUT", file["link"]["url"], raw=b"x", role=None)).status == 200
     link = (await other.get(f"/api/files/{file['id']}")).body["link"]["url"]
@@ -251,8 +251,8 @@ async def test_old_files_are_forgotten_with_their_bytes(tmp_path: Path) -> None:
 
 
 async def test_files_that_no_record_tells_of_go_once_they_are_old(tmp_path: Path) -> None:
-    clock, cabinet = ManualClock(), MemoryDocumentStore()
-    assets = LocalFileStore(tmp_path, cabinet, clock, keep_s=1000)
+    clock, documents = ManualClock(), MemoryDocumentStore()
+    assets = LocalFileStore(tmp_path, documents, clock, keep_s=1000)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"x"
@@ -264,7 +264,7 @@ async def test_files_that_no_record_tells_of_go_once_they_are_old(tmp_path: Path
     assets.in_use = in_use
     for record in (lost, used):
         await assets.receive(record, pieces())
-        await cabinet.remove("files", record.file_id)
+        await documents.remove("files", record.file_id)
     partial = assets.path(cut_off).with_name(f"{cut_off.file_id}.0123.partial")
     strange = assets.path(lost).with_name("notes.txt")
     await asyncio.to_thread(_touch, partial, strange)

@@ -11,7 +11,7 @@ from tests.stores._sqlite import FullDisk
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.health import DRAWER
+from comfyfleet.hub.health import COLLECTION
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.testing.time import ManualClock
@@ -22,7 +22,7 @@ async def test_a_full_disk_is_told_and_so_is_that_there_is_room_again(
 ) -> None:
     clock = ManualClock()
     async with Engine(SqliteStore(tmp_path / "fleet.db", clock), clock=clock) as engine:
-        rig = HubRig(Hub(engine, engine.store.cabinet, clock), engine, engine.store.cabinet, {})
+        rig = HubRig(Hub(engine, engine.store.documents, clock), engine, engine.store.documents, {})
         assert (await rig.get("/health", role=None)).status == 200
         disk = FullDisk(monkeypatch)
         await clock.advance(6)
@@ -39,13 +39,13 @@ async def test_however_many_ask_the_store_is_written_every_few_seconds() -> None
     clock = ManualClock()
     store = MemoryStore(clock)
     async with Engine(store, clock=clock) as engine:
-        hub = Hub(engine, store.cabinet, clock)
+        hub = Hub(engine, store.documents, clock)
 
         async def ask() -> int:
             return (await ask_app(hub, "GET", "/health", {"host": "h"}, b"")).status
 
         async def written() -> int:
-            (document,) = await store.cabinet.listing(DRAWER)
+            (document,) = await store.documents.listing(COLLECTION)
             return document.version
 
         assert await asyncio.gather(*(ask() for _ in range(20))) == [200] * 20
@@ -62,7 +62,7 @@ async def test_a_store_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPa
             return await asyncio.Event().wait()
 
         monkeypatch.setattr("comfyfleet.hub.health._STORE_ANSWERS_WITHIN_S", 0.01)
-        monkeypatch.setattr(rig.cabinet, "put", never)
+        monkeypatch.setattr(rig.documents, "put", never)
         answer = await rig.get("/health", role=None)
         assert answer.status == 503 and "does not answer" in answer.body["detail"]
         monkeypatch.undo()
@@ -73,8 +73,8 @@ async def test_a_store_that_may_not_grow_is_told_as_soon_as_a_job_was_refused_fo
     """What it has it can still change: that alone is not ready."""
     clock = ManualClock()
     async with Engine(SqliteStore(tmp_path / "fleet.db", clock), clock=clock) as engine:
-        hub = Hub(engine, engine.store.cabinet, clock, is_open=True)
-        rig = HubRig(hub, engine, engine.store.cabinet, {})
+        hub = Hub(engine, engine.store.documents, clock, is_open=True)
+        rig = HubRig(hub, engine, engine.store.documents, {})
         assert (await rig.get("/health", role=None)).status == 200
         assert isinstance(engine.store, SqliteStore)
         database = engine.store._writer._database

@@ -66,9 +66,9 @@ async def test_over_http(rig: HubRig, report: str) -> None:
     job = await lease(rig)
     held = lease_body(job.ref)
     evil = {"message": f"{FAILURE['message']}\x1b[2J", "files": [FILE], "text": ["http://10.0.0.5:8188/"]}
-    news = {"kind": "output", "lease": held, "data": {**evil, "within": [evil], "url": "javascript:x"}}
+    progress = {"kind": "output", "lease": held, "data": {**evil, "within": [evil], "url": "javascript:x"}}
     async with watching(rig, f"/api/jobs/{job_id}/progress", role=Role.TENANT) as stream:
-        answer = await rig.post("/api/worker/progress", {"reports": [news]}, role=Role.WORKER)
+        answer = await rig.post("/api/worker/progress", {"reports": [progress]}, role=Role.WORKER)
         assert answer.status == 200, answer.content
         assert told(repr((await stream.until("output")).data)) == []
         body: dict[str, Any] = {"result": RESULT} if report == "complete" else {"failure": FAILURE}

@@ -441,7 +441,7 @@ async def test_a_file_that_an_open_job_brings_is_not_swept(tmp_path: Path) -> No
     clock = ManualClock()
     store = MemoryStore(clock)
     async with Engine(store, clock=clock) as engine:
-        assets = LocalFileStore(tmp_path, store.cabinet, clock, keep_s=1000)
+        assets = LocalFileStore(tmp_path, store.documents, clock, keep_s=1000)
         desk = JobInputFiles(engine, assets)
 
         async def kept(name: str) -> str:
@@ -475,7 +475,7 @@ async def test_old_files_in_use_do_not_keep_others_from_being_swept(
 ) -> None:
     monkeypatch.setattr("comfyfleet.files.records.PAGE", 2)
     clock = ManualClock()
-    assets = LocalFileStore(tmp_path, MemoryStore(clock).cabinet, clock, keep_s=1000)
+    assets = LocalFileStore(tmp_path, MemoryStore(clock).documents, clock, keep_s=1000)
     files = []
     for _ in range(5):
         files.append((await assets.reserve(TenantId("acme"))).file_id)

@@ -38,7 +38,7 @@ async def test_a_key_is_shown_once_and_kept_as_a_digest(rig: HubRig) -> None:
     assert made.body["id"] in [each["id"] for each in listed.body["keys"]]
     secret = key.rpartition("_")[2]
     assert secret not in listed.content.decode()
-    assert all(secret.encode() not in document.body for document in await rig.cabinet.listing("keys"))
+    assert all(secret.encode() not in document.body for document in await rig.documents.listing("keys"))
 
 
 async def test_keys_are_listed_page_by_page(rig: HubRig) -> None:

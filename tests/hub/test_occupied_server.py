@@ -23,11 +23,13 @@ SETTINGS = msgspec.structs.replace(QUICK_COMFYUI, occupied_s=0.5, idle_queue_s=6
 
 
 async def test_eight_jobs_complete_and_the_dead_server_says_why_it_is_offline() -> None:
-    deadly = Faults(fail_nodes=[NodeFault(class_type="LabSlow", exception_type="KeyboardInterrupt")])
+    poison_workflows = Faults(
+        fail_nodes=[NodeFault(class_type="LabSlow", exception_type="KeyboardInterrupt")]
+    )
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(running_hub())
         api = await stack.enter_async_context(HttpWorkerApi(rig.url, rig.keys[Role.WORKER]))
-        dead = await stack.enter_async_context(FakeComfyUI(faults=deadly))
+        dead = await stack.enter_async_context(FakeComfyUI(faults=poison_workflows))
         killer = ComfyUI(dead.url, SETTINGS)
         await stack.enter_async_context(Agent(api, WorkerId("dead"), [killer], QUICK_AGENT))
         await eventually(lambda: killer._listener is not None and killer._listener.is_open)

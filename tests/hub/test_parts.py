@@ -105,7 +105,7 @@ async def test_large_files_go_up_in_parts_both_ways_and_nothing_is_left_under_wa
         await client.save(msgspec.convert(file, OutputFile), tmp_path / "back")
         assert sha(tmp_path / "back") == digest
         assert await under_way(server) == 0
-        assert "file_parts" not in await rig.cabinet.drawers()
+        assert "file_parts" not in await rig.documents.collections()
 
 
 async def test_a_part_that_is_missing_is_asked_for_and_the_others_need_not_be_sent_again(
@@ -236,7 +236,7 @@ async def test_a_look_that_takes_long_is_asked_for_again_and_made_once(
         uploading = asyncio.create_task(client.upload(CONTENT))
         while not looks:
             await asyncio.sleep(0.01)
-        (record,) = await rig.cabinet.listing("files")
+        (record,) = await rig.documents.listing("files")
         answer = await rig.post(f"/api/files/{record.name}/complete", role=Role.TENANT)
         assert answer.code == "unavailable" and "retry-after" in answer.headers
         go_on.set()
@@ -268,10 +268,10 @@ async def test_an_agent_in_the_hubs_own_process_waits_for_the_look_and_sends_not
         await submitted(rig, submission())
         async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as far:
             job = await a_lease(far)
-        assets = S3FileStore(server.bucket, CREDENTIALS, rig.cabinet, SystemClock(), look_s=0.05, **options)
+        assets = S3FileStore(server.bucket, CREDENTIALS, rig.documents, SystemClock(), look_s=0.05, **options)
         inside = LocalWorkerApi(rig.engine, assets)
         kept = await inside.keep(job.ref, OUT, OnDisk(tmp_path / "made"))
-        assert asked == 2 and [each.name for each in await rig.cabinet.listing("files")] == [kept]
+        assert asked == 2 and [each.name for each in await rig.documents.listing("files")] == [kept]
         await assets.close()
 
 
@@ -349,7 +349,7 @@ async def test_uploads_that_nobody_ended_go_with_their_time(server: S3Server, as
     known, lost = [await assets.reserve(TenantId("acme"), size=len(CONTENT), sha256=DIGEST) for _ in range(2)]
     for record in (known, lost):
         await assets.part_grants(record, {1: DIGEST})
-    await assets._cabinet.remove("files", lost.file_id)
+    await assets._documents.remove("files", lost.file_id)
     for seconds, left in ((500, 2), (600, 0)):
         await clock.advance(seconds)
         await assets.reserve(TenantId("acme"), size=1)

@@ -92,17 +92,19 @@ async def test_a_count_goes_through_all_pages_and_is_not_made_all_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sender, "_PAGE", 2)
-    book = WebhookOutbox(MemoryDocumentStore())
+    ledger = WebhookOutbox(MemoryDocumentStore())
     for number in range(5):
         job_id = JobId(f"01900000-0000-7000-8000-{number:012d}")
         owner = TenantId("acme" if number != 2 else "other")
-        await book.add(Delivery(job_id, 1, "job", owner, "https://x.example/", FactKind.FAILED, 1, 1.0, 1.0))
-    counted = PendingDeliveries(book, 4)
+        await ledger.add(
+            Delivery(job_id, 1, "job", owner, "https://x.example/", FactKind.FAILED, 1, 1.0, 1.0)
+        )
+    counted = PendingDeliveries(ledger, 4)
     counted.check(TenantId("acme"))
     await counted.count()
     with pytest.raises(Refusal) as refused:
         counted.check(TenantId("acme"))
     assert (refused.value.code, refused.value.details) == (RefusalCode.QUEUE_FULL, {"pending": 4})
     counted.check(TenantId("other"))
-    monkeypatch.setattr(book, "due", None)
+    monkeypatch.setattr(ledger, "due", None)
     await counted.count()

@@ -64,7 +64,7 @@ async def test_a_run_is_watched_in_words_with_a_bar_that_never_goes_back() -> No
         Agent(api, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], quick()),
         FleetClient(rig.url, rig.keys[Role.OPERATOR]) as client,
     ):
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         graph = text_to_image(steps=20)
         graph["5"]["inputs"] |= {"width": 1024, "height": 1024}
         made = await rig.post("/api/jobs", submission(workflow=graph))

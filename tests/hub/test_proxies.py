@@ -52,7 +52,7 @@ async def test_limits_by_address_count_senders_behind_a_trusted_proxy_and_nobody
     limits = HubLimits(requests_per_s=0.001, burst=2)
     async with hub_in_process() as rig:
         for proxies, counted in ((TrustedProxies(["127.0.0.1"]), 200), (None, 429)):
-            hub = Hub(rig.engine, rig.cabinet, SystemClock(), limits=limits, proxies=proxies)
+            hub = Hub(rig.engine, rig.documents, SystemClock(), limits=limits, proxies=proxies)
             for sender in ("203.0.113.1", "203.0.113.2"):
                 for _ in range(2):
                     headers = {"host": "h", "x-forwarded-for": sender}

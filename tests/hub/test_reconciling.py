@@ -25,7 +25,7 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 async def test_a_difference_is_shown_by_a_look_and_gone_after_it_was_mended(rig: HubRig) -> None:
     job_id = JobId(await rig.submit(role=Role.TENANT))
-    central = rig.estate.apart.central
+    central = rig.tenant_services.apart.central
     dispatch = await central.load(job_id)
     assert dispatch is not None
     # Ended, and said to be settled, though the tenant's database was never told.

@@ -45,7 +45,7 @@ async def one_server(rig: HubRig, transport: type[HttpWorkerApi]) -> AsyncIterat
         transport(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], RARELY),
     ):
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         yield fake
 
 

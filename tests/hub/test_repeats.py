@@ -11,11 +11,11 @@ from tests.hub._hub import hub_in_process, submission
 from tests.hub.test_conversion import editors_workflow, hub_with_agent
 from tests.hub.test_inputs import brings, uploaded
 
-from comfyfleet.files.record_store import DRAWER
+from comfyfleet.files.record_store import COLLECTION
 from comfyfleet.model.access import Role
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
-from comfyfleet.stores.crypto.store import sealed_store
+from comfyfleet.stores.crypto.store import encrypted_store
 
 
 async def test_a_repeat_is_answered_with_its_job_though_its_file_was_swept(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ async def test_a_repeat_is_answered_with_its_job_though_its_file_was_swept(tmp_p
         file_id = await uploaded(rig)
         body = brings(file_id, reference="r")
         first = await rig.post("/api/jobs", body, role=Role.TENANT)
-        await rig.cabinet.remove(DRAWER, file_id)
+        await rig.documents.remove(COLLECTION, file_id)
         # Written in another way, too.
         for raw in (msgspec.json.encode(body), msgspec.json.format(msgspec.json.encode(body), indent=4)):
             again = await rig.post("/api/jobs", raw=raw, role=Role.TENANT)
@@ -74,7 +74,9 @@ async def test_what_was_sent_is_known_by_a_digest_that_a_sealed_store_does_not_s
 
     def around(store: Store, clock: Clock) -> Store:
         masters = MasterKeys({"k1": b"1" * 32}, "k1")
-        return sealed_store(store, Keyring(store.cabinet, clock, lambda: masters)) if is_sealed else store
+        return (
+            encrypted_store(store, Keyring(store.documents, clock, lambda: masters)) if is_sealed else store
+        )
 
     url = f"sqlite:///{tmp_path / 'store.db'}"
     async with hub_in_process(folder=tmp_path, store_url=url, around=around) as rig:

@@ -56,8 +56,8 @@ def server() -> Iterator[S3Server]:
 async def s3_hub(bucket: S3Bucket, prefix: str = "hub", **options: Any) -> AsyncIterator[HubRig]:
     made: list[S3FileStore] = []
 
-    def assets_on(cabinet: DocumentStore, clock: Clock) -> FileStore:
-        made.append(S3FileStore(bucket, CREDENTIALS, cabinet, clock, prefix=prefix, **options))
+    def assets_on(documents: DocumentStore, clock: Clock) -> FileStore:
+        made.append(S3FileStore(bucket, CREDENTIALS, documents, clock, prefix=prefix, **options))
         return made[0]
 
     try:

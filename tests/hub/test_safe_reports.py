@@ -70,8 +70,10 @@ async def test_a_large_result_reaches_its_caller_safe() -> None:
         await register(rig)
         job_id = await rig.submit(role=Role.TENANT)
         held = lease_body((await lease(rig)).ref)
-        news = {"kind": "output", "lease": held, "data": {"images": [_BAD] * 5_000}}
-        assert (await rig.post("/api/worker/progress", {"reports": [news]}, role=Role.WORKER)).status == 200
+        progress = {"kind": "output", "lease": held, "data": {"images": [_BAD] * 5_000}}
+        assert (
+            await rig.post("/api/worker/progress", {"reports": [progress]}, role=Role.WORKER)
+        ).status == 200
         body = {"lease": held, "result": {"outputs": {"2": {"images": [_BAD] * 5_000}}}}
         assert (await rig.post("/api/worker/complete", body, role=Role.WORKER)).status == 200
         answer = await rig.get(f"/api/jobs/{job_id}/result", role=Role.TENANT)

@@ -7,7 +7,7 @@ from tests.hub._hub import hub_in_process
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
-from comfyfleet.stores.crypto.store import sealed_store
+from comfyfleet.stores.crypto.store import encrypted_store
 
 MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")
 
@@ -16,8 +16,8 @@ async def test_a_job_whose_key_was_destroyed_is_listed_and_says_why_it_cannot_be
     keyrings: list[Keyring] = []
 
     def around(store: Store, clock: Clock) -> Store:
-        keyrings.append(Keyring(store.cabinet, clock, lambda: MASTERS))
-        return sealed_store(store, keyrings[0])
+        keyrings.append(Keyring(store.documents, clock, lambda: MASTERS))
+        return encrypted_store(store, keyrings[0])
 
     async with hub_in_process(around=around) as rig:
         job_id = await rig.submit(metadata={"for": "the cover"})

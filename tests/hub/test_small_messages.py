@@ -160,7 +160,7 @@ async def test_a_job_that_the_proxy_does_not_let_through_is_asked_for_over_http_
     async with behind_a_proxy() as (rig, proxy, api):
         await api.register(OFFER)
         polling = asyncio.create_task(api.poll(Poll(GPU, PollId("1"), 60)))
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         job_id = await rig.submit(workflow=large_graph())
         job = await asyncio.wait_for(polling, 60)
         assert job is not None and job.job_id == job_id

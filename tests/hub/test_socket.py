@@ -272,8 +272,8 @@ async def test_a_connection_that_ends_gives_a_parked_request_up_and_leaves_lease
         job_id = await rig.submit()
         given = (await line.ask("request_job", worker_id="gpu-a"))["lease"]
         await line.say("request_job", worker_id="gpu-a", wait_s=30)
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
-    await until(lambda: rig.engine._rounds.idle_slots == 0)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
+    await until(lambda: rig.engine._matcher.idle_slots == 0)
     async with connected(rig, Role.WORKER) as line:
         refused = await line.ask("complete_job", worker_id="gpu-a", job_id=job_id, result={})
         assert (refused["code"], refused["request"], refused["job_id"]) == (
@@ -447,7 +447,7 @@ async def test_a_hub_that_ends_closes_its_sockets() -> None:
             rig.url = serving.url
             async with connected(rig, Role.WORKER) as line:
                 await line.say("request_job", worker_id="gpu-a", capabilities=CAPABILITIES, wait_s=30)
-                await until(lambda: rig.engine._rounds.idle_slots == 1)
+                await until(lambda: rig.engine._matcher.idle_slots == 1)
                 async with asyncio.timeout(60):
                     closing = asyncio.create_task(serving.close())
                     message = await line.socket.receive()

@@ -22,9 +22,9 @@ class Counting(MemoryDocumentStore):
         self.asked = 0
         self.is_away = False
 
-    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+    async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]:
         self.asked += 1
-        found = await super().listing(drawer, after, limit)
+        found = await super().listing(collection, after, limit)
         await asyncio.sleep(0)
         if self.is_away:
             raise Fault("the store is away")
@@ -32,19 +32,19 @@ class Counting(MemoryDocumentStore):
 
 
 async def test_a_thousand_at_once_ask_the_store_once() -> None:
-    cabinet = Counting()
-    webhooks = Webhooks(cabinet, SystemClock())
+    documents = Counting()
+    webhooks = Webhooks(documents, SystemClock())
     await asyncio.gather(*(webhooks.hearing(ACME) for _ in range(1000)))
-    assert cabinet.asked == 2, "the tenant's own, and the hub's"
+    assert documents.asked == 2, "the tenant's own, and the hub's"
 
 
 async def test_a_store_that_was_away_is_asked_again_at_once() -> None:
-    cabinet = Counting()
-    webhooks = Webhooks(cabinet, SystemClock())
-    cabinet.is_away = True
+    documents = Counting()
+    webhooks = Webhooks(documents, SystemClock())
+    documents.is_away = True
     with pytest.raises(Fault):
         await webhooks.hearing(ACME)
-    cabinet.is_away = False
+    documents.is_away = False
     assert await webhooks.hearing(ACME) == ()
 
 

@@ -115,7 +115,7 @@ async def test_a_hub_whose_store_refuses_everything_closes_without_a_traceback(
                 assert (await rig.post("/api/jobs", submission())).status == 201
             await until(lambda: connector.runs)
             store = rig.engine.store
-            for part in (store, store.records, store.cabinet):
+            for part in (store, store.records, store.documents):
                 for name in dir(type(part)):
                     is_call = inspect.iscoroutinefunction(getattr(type(part), name, None))
                     if is_call and not name.startswith("_") and name not in ("open", "close"):

@@ -152,7 +152,7 @@ async def test_a_tenant_runs_as_many_jobs_as_it_may(rig: HubRig) -> None:
 async def test_what_the_store_missed_of_tenants_it_is_told_later(rig: HubRig) -> None:
     """A hub died between the tenant and its terms."""
     await made(rig)
-    await rig.estate.tenants.change(TENANT, lambda tenant: replace(tenant, weight=3.0))
+    await rig.tenant_services.tenants.change(TENANT, lambda tenant: replace(tenant, weight=3.0))
     shares = rig.engine.store.shares
     gone = TenantTerms(TenantId("gone"), 2.0)
     await shares.put_terms(gone)
@@ -241,7 +241,7 @@ async def test_a_receipt_says_what_each_round_was_held_for_and_cost(rig: HubRig)
     assert (await rig.get(path, role=Role.TENANT)).body["rounds"] == []
     await made(rig)
     await rig.post(f"{ACME}/grants", {"amount": 100})
-    teller = LedgerDriver(await rig.estate.pools.get("default"))
+    teller = LedgerDriver(await rig.tenant_services.pools.get("default"))
     opening = teller.opening(5, TENANT, job_id=job_id)
     await teller.database.open_round(msgspec.structs.replace(opening, price=FlatPrice(5)))
     await teller.end(opening.hold, Phase.FAILED)
@@ -345,7 +345,7 @@ async def test_a_deleted_tenant_takes_its_jobs_keys_and_credits_along(tmp_path: 
         for job_id in job_ids:
             assert (await rig.get(f"/api/jobs/{job_id}")).body["status"] == "cancelled"
         assert (await rig.get(f"/api/files/{file.body['id']}")).code == "not_found"
-        database = await rig.estate.pools.get("default")
+        database = await rig.tenant_services.pools.get("default")
         assert not any((await everything(database)).values())
         assert shredded == [TENANT]
         async with asyncio.timeout(60):
@@ -376,7 +376,7 @@ async def test_the_audit_log_tells_of_a_deletion_once_however_often_it_is_tried(
     rig: HubRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await made(rig)
-    await rig.estate.tenants.change(TENANT, lambda tenant: policy.leaving(tenant, "acme"))
+    await rig.tenant_services.tenants.change(TENANT, lambda tenant: policy.leaving(tenant, "acme"))
 
     async def told() -> list[str]:
         entries = (await rig.get("/api/audit")).body["entries"]
@@ -388,9 +388,9 @@ async def test_the_audit_log_tells_of_a_deletion_once_however_often_it_is_tried(
     with monkeypatch.context() as patch:
         patch.setattr(TenantDeletion, "leave", later)
         for _ in range(3):
-            await rig.hub._tenant_duties._see_to(TENANT)
+            await rig.hub._tenant_maintenance._see_to(TENANT)
     assert await told() == []
-    await rig.hub._tenant_duties._see_to(TENANT)
+    await rig.hub._tenant_maintenance._see_to(TENANT)
     assert await told() == ["done"] and (await rig.get(ACME)).status == 404
 
 
@@ -400,21 +400,23 @@ async def test_what_a_hub_left_undone_is_taken_up_by_the_next_one(rig: HubRig) -
     await rig.post("/api/tenants", {"id": "leaver"})
     await rig.post(f"{ACME}/grants", {"amount": 7})
     now = rig.engine.now()
-    await rig.estate.tenants.change(TENANT, lambda tenant: policy.moving(tenant, "other", now))
-    leaver = TenantId("leaver")
-    await rig.estate.tenants.change(leaver, lambda tenant: policy.leaving(tenant, "leaver"))
+    await rig.tenant_services.tenants.change(TENANT, lambda tenant: policy.moving(tenant, "other", now))
+    deletion = TenantId("leaver")
+    await rig.tenant_services.tenants.change(deletion, lambda tenant: policy.leaving(tenant, "leaver"))
     rig.hub.start()
     moved = await until(rig, lambda answer: answer.body["state"] == "active")
     assert moved.body["pool"] == "other" and (await balance(rig))[0] == 7
     async with asyncio.timeout(60):
-        while await rig.estate.tenants.newest(leaver) is not None:
+        while await rig.tenant_services.tenants.newest(deletion) is not None:
             await asyncio.sleep(0.05)
     await rig.hub.finish()
 
 
 async def test_a_hub_that_lacks_the_pool_a_tenant_lies_in_does_not_begin_to_move_it(rig: HubRig) -> None:
     await made(rig)
-    await rig.estate.tenants.change(TENANT, lambda tenant: msgspec.structs.replace(tenant, pool="elsewhere"))
+    await rig.tenant_services.tenants.change(
+        TENANT, lambda tenant: msgspec.structs.replace(tenant, pool="elsewhere")
+    )
     refused = await rig.post(f"{ACME}/move", {"pool": "other"})
     assert refused.code == "invalid_request" and "no pool 'elsewhere' here" in refused.body["detail"]
     assert (await rig.get(ACME)).body["state"] == "active"

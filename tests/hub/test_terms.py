@@ -15,7 +15,7 @@ from tests.hub.test_conversion import editors_workflow
 from tests.hub.test_socket import connected
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.hub.http.limits import DRAWER, RateLimiter
+from comfyfleet.hub.http.limits import COLLECTION, RateLimiter
 from comfyfleet.hub.tenants.admission import TermsAdmission
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
@@ -45,12 +45,12 @@ async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
 
 
 async def set_up(rig: HubRig, **terms: Any) -> Tenant:
-    await (await rig.estate.pools.get("first")).begin_book(TENANT)
-    return await rig.estate.tenants.create(Tenant(TENANT, "first", 1.0, **terms))
+    await (await rig.tenant_services.pools.get("first")).create_account(TENANT)
+    return await rig.tenant_services.tenants.create(Tenant(TENANT, "first", 1.0, **terms))
 
 
 async def change(rig: HubRig, **terms: Any) -> None:
-    await rig.estate.tenants.change(TENANT, lambda tenant: msgspec.structs.replace(tenant, **terms))
+    await rig.tenant_services.tenants.change(TENANT, lambda tenant: msgspec.structs.replace(tenant, **terms))
 
 
 def drawing(**inputs: Any) -> dict[str, Any]:
@@ -250,7 +250,7 @@ async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_p
 async def test_open_jobs_are_counted_in_the_tenants_own_database(tmp_path: Path) -> None:
     async with hub_in_process(pools=pools_in(tmp_path)) as rig:
         await set_up(rig, caps=TenantCaps(max_waiting=3))
-        teller = LedgerDriver(await rig.estate.pools.get("first"))
+        teller = LedgerDriver(await rig.tenant_services.pools.get("first"))
         for _ in range(2):
             await teller.submit(0, TENANT)
         assert (await rig.post("/api/jobs", submission(), role=Role.TENANT)).status == 201
@@ -259,7 +259,7 @@ async def test_open_jobs_are_counted_in_the_tenants_own_database(tmp_path: Path)
 
 
 async def test_a_pool_that_is_down_keeps_a_tenant_from_going_beyond_its_bound(rig: HubRig) -> None:
-    await rig.estate.tenants.create(Tenant(TENANT, "gone", 1.0, caps=TenantCaps(max_waiting=3)))
+    await rig.tenant_services.tenants.create(Tenant(TENANT, "gone", 1.0, caps=TenantCaps(max_waiting=3)))
     answer = await rig.post("/api/jobs", submission(), role=Role.TENANT)
     assert answer.code == "unavailable" and "'gone'" in answer.body["detail"]
 
@@ -272,21 +272,23 @@ class Gate:
         self.store = MemoryStore(self.clock)
         self.pools = TenantDatabases(pools_in(folder), self.clock, open_tenant_database)
         self._is_shared = is_shared
-        self.gate = self.another()
+        self.admission_control = self.another()
 
     def another(self) -> TermsAdmission:
         """As at another hub."""
-        tenants = Tenants(self.store.cabinet, self.clock, is_shared=self._is_shared)
-        return TermsAdmission(tenants, self.pools, self.store.cabinet, self.clock, is_shared=self._is_shared)
+        tenants = Tenants(self.store.documents, self.clock, is_shared=self._is_shared)
+        return TermsAdmission(
+            tenants, self.pools, self.store.documents, self.clock, is_shared=self._is_shared
+        )
 
     async def come(self, teller: LedgerDriver, *gates: TermsAdmission, count: int, **caps: int) -> int:
         """So many at once: how many got in."""
         tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(**caps))
-        await teller.database.begin_book(TENANT)
+        await teller.database.create_account(TENANT)
 
-        async def one(gate: TermsAdmission) -> bool:
+        async def one(admission_control: TermsAdmission) -> bool:
             try:
-                async with gate.entering(tenant):
+                async with admission_control.admit(tenant):
                     await teller.submit(0, TENANT)
             except Refusal as refusal:
                 assert refusal.code in (RefusalCode.QUEUE_FULL, RefusalCode.RATE_LIMITED)
@@ -294,80 +296,103 @@ class Gate:
             return True
 
         each = [gates[number % len(gates)] for number in range(count)]
-        return sum(await asyncio.gather(*(one(gate) for gate in each)))
+        return sum(await asyncio.gather(*(one(admission_control) for admission_control in each)))
 
 
 @pytest_asyncio.fixture
-async def gate(tmp_path: Path) -> AsyncIterator[Gate]:
-    gate = Gate(tmp_path, is_shared=False)
-    yield gate
-    await gate.pools.close()
+async def admission_control(tmp_path: Path) -> AsyncIterator[Gate]:
+    admission_control = Gate(tmp_path, is_shared=False)
+    yield admission_control
+    await admission_control.pools.close()
 
 
-async def test_of_many_that_come_at_once_exactly_those_get_in_that_there_is_room_for(gate: Gate) -> None:
-    teller = LedgerDriver(await gate.pools.get("first"))
+async def test_of_many_that_come_at_once_exactly_those_get_in_that_there_is_room_for(
+    admission_control: Gate,
+) -> None:
+    teller = LedgerDriver(await admission_control.pools.get("first"))
     held = await teller.submit(0, TENANT)
-    assert await gate.come(teller, gate.gate, count=50, max_waiting=30) == 29
+    assert (
+        await admission_control.come(teller, admission_control.admission_control, count=50, max_waiting=30)
+        == 29
+    )
     await teller.end(held, Phase.CANCELLED)
-    assert await gate.come(teller, gate.gate, count=5, max_waiting=30) == 0, "as it was counted a moment ago"
-    await gate.clock.advance(1.0)
-    assert await gate.come(teller, gate.gate, count=5, max_waiting=30) == 1
-    assert await gate.come(teller, gate.gate, count=5, max_waiting=32) == 2, (
-        "a bound that changed counts at once"
+    assert (
+        await admission_control.come(teller, admission_control.admission_control, count=5, max_waiting=30)
+        == 0
+    ), "as it was counted a moment ago"
+    await admission_control.clock.advance(1.0)
+    assert (
+        await admission_control.come(teller, admission_control.admission_control, count=5, max_waiting=30)
+        == 1
+    )
+    assert (
+        await admission_control.come(teller, admission_control.admission_control, count=5, max_waiting=32)
+        == 2
+    ), "a bound that changed counts at once"
+
+
+async def test_whoever_fails_to_be_written_gives_its_room_back(admission_control: Gate) -> None:
+    teller = LedgerDriver(await admission_control.pools.get("first"))
+    tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(max_waiting=1))
+    with pytest.raises(Fault):
+        async with admission_control.admission_control.admit(tenant):
+            raise Fault("the disk is full")
+    await admission_control.clock.advance(1.0)
+    assert (
+        await admission_control.come(teller, admission_control.admission_control, count=2, max_waiting=1) == 1
     )
 
 
-async def test_whoever_fails_to_be_written_gives_its_room_back(gate: Gate) -> None:
-    teller = LedgerDriver(await gate.pools.get("first"))
+async def test_nobody_is_counted_out_who_is_on_the_way_in(admission_control: Gate) -> None:
+    teller = LedgerDriver(await admission_control.pools.get("first"))
+    await teller.database.create_account(TENANT)
     tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(max_waiting=1))
-    with pytest.raises(Fault):
-        async with gate.gate.entering(tenant):
-            raise Fault("the disk is full")
-    await gate.clock.advance(1.0)
-    assert await gate.come(teller, gate.gate, count=2, max_waiting=1) == 1
-
-
-async def test_nobody_is_counted_out_who_is_on_the_way_in(gate: Gate) -> None:
-    teller = LedgerDriver(await gate.pools.get("first"))
-    await teller.database.begin_book(TENANT)
-    tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(max_waiting=1))
-    async with gate.gate.entering(tenant):
-        await gate.clock.advance(5.0)
-        others = asyncio.create_task(gate.come(teller, gate.gate, count=3, max_waiting=1))
-        await gate.clock.settle()
+    async with admission_control.admission_control.admit(tenant):
+        await admission_control.clock.advance(5.0)
+        others = asyncio.create_task(
+            admission_control.come(teller, admission_control.admission_control, count=3, max_waiting=1)
+        )
+        await admission_control.clock.settle()
         await teller.submit(0, TENANT)
     assert await others == 0
 
 
 async def test_several_hubs_share_one_bound(tmp_path: Path) -> None:
-    gate = Gate(tmp_path, is_shared=True)
-    teller = LedgerDriver(await gate.pools.get("first"))
-    got_in = await gate.come(teller, gate.gate, gate.another(), gate.another(), count=150, max_waiting=40)
+    admission_control = Gate(tmp_path, is_shared=True)
+    teller = LedgerDriver(await admission_control.pools.get("first"))
+    got_in = await admission_control.come(
+        teller,
+        admission_control.admission_control,
+        admission_control.another(),
+        admission_control.another(),
+        count=150,
+        max_waiting=40,
+    )
     assert 40 <= got_in <= 40 + 2 * (40 // 8 + 1)
-    await gate.pools.close()
+    await admission_control.pools.close()
 
 
 async def test_several_hubs_share_one_rate_and_hand_out_no_more_than_there_is(tmp_path: Path) -> None:
-    gate = Gate(tmp_path, is_shared=True)
-    teller = LedgerDriver(await gate.pools.get("first"))
-    gates = (gate.gate, gate.another(), gate.another())
-    assert await gate.come(teller, *gates, count=90, submits_per_minute=60) == 60
-    assert [each.name for each in await gate.store.cabinet.listing(DRAWER)] == [TENANT]
-    await gate.clock.advance(10.0)
-    assert await gate.come(teller, *gates, count=90, submits_per_minute=60) == 10
-    await gate.pools.close()
+    admission_control = Gate(tmp_path, is_shared=True)
+    teller = LedgerDriver(await admission_control.pools.get("first"))
+    gates = (admission_control.admission_control, admission_control.another(), admission_control.another())
+    assert await admission_control.come(teller, *gates, count=90, submits_per_minute=60) == 60
+    assert [each.name for each in await admission_control.store.documents.listing(COLLECTION)] == [TENANT]
+    await admission_control.clock.advance(10.0)
+    assert await admission_control.come(teller, *gates, count=90, submits_per_minute=60) == 10
+    await admission_control.pools.close()
 
 
-async def test_who_has_no_turn_is_told_when_it_comes(gate: Gate) -> None:
-    turns = RateLimiter(gate.store.cabinet, gate.clock, is_shared=False)
+async def test_who_has_no_turn_is_told_when_it_comes(admission_control: Gate) -> None:
+    turns = RateLimiter(admission_control.store.documents, admission_control.clock, is_shared=False)
     for _ in range(30):
         await turns.take(TENANT, 30)
     for waited_s in (0.0, 0.5):
-        await gate.clock.advance(waited_s)
+        await admission_control.clock.advance(waited_s)
         with pytest.raises(Refusal, match="30 jobs a minute") as refused:
             await turns.take(TENANT, 30)
         assert refused.value.details["retry_after_s"] == pytest.approx(2.0 - waited_s, abs=0.01)
-    await gate.clock.advance(1.51)
+    await admission_control.clock.advance(1.51)
     await turns.take(TENANT, 30)
     with pytest.raises(Refusal):
         await turns.take(TENANT, 30)

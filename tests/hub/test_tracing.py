@@ -65,7 +65,7 @@ async def ran(rig: HubRig, transport: type[HttpWorkerApi], workflow: Any, **head
         transport(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], quick()),
     ):
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         made = await rig.post("/api/jobs", submission(workflow=workflow, max_attempts=1), headers=headers)
         assert made.status == 201, made.content
         await final(rig, made.body["id"])

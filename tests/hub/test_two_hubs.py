@@ -117,7 +117,7 @@ async def test_a_lost_message_costs_at_most_a_second_and_no_fact(
         """Said to nobody."""
 
     for rig in (hubs.a, hubs.b):
-        monkeypatch.setattr(rig.engine.store.relay, "say", lost)
+        monkeypatch.setattr(rig.engine.store.peer_channel, "say", lost)
     await register(hubs.b)
     job_id = await hubs.a.submit()
     async with watching(hubs.a, progress(job_id)) as stream:
@@ -135,15 +135,15 @@ async def test_a_lost_message_costs_at_most_a_second_and_no_fact(
 
 async def test_what_another_hub_told_is_not_told_back(hubs: Hubs, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[dict[str, Any]] = []
-    relay = hubs.a.engine.store.relay
-    assert relay is not None
-    say = relay.say
+    peer_channel = hubs.a.engine.store.peer_channel
+    assert peer_channel is not None
+    say = peer_channel.say
 
     async def heard(message: bytes) -> None:
         said.append(msgspec.msgpack.decode(message))
         await say(message)
 
-    monkeypatch.setattr(relay, "say", heard)
+    monkeypatch.setattr(peer_channel, "say", heard)
     await register(hubs.b)
     job_id = await hubs.b.submit()
     async with watching(hubs.a, progress(job_id)) as a, watching(hubs.b, progress(job_id)) as b:
@@ -303,7 +303,7 @@ async def test_the_fleets_stream_tells_of_the_other_hubs_workers_and_jobs(hubs: 
 
 
 async def _until_heard(hubs: Hubs, stream: Any) -> None:
-    relaying = hubs.b.engine._relaying
+    relaying = hubs.b.engine._peer_bus
     async with asyncio.timeout(60):
         while relaying._everything_until < 0:
             await asyncio.sleep(0.005)
@@ -347,7 +347,7 @@ async def test_a_webhook_is_told_once_whichever_hub_knows_what(server: str) -> N
             await complete(b, await lease(b, poll_id=jobs[-1]))
         await receiver.until(20)
         async with asyncio.timeout(60):
-            while set(await a.cabinet.drawers()) & {"webhook_notes", "deliveries_due"}:
+            while set(await a.documents.collections()) & {"webhook_notes", "deliveries_due"}:
                 await asyncio.sleep(0.01)
         told = [(each.said["data"]["id"], each.said["type"]) for each in receiver.came]
         wanted = [(job_id, kind) for job_id in jobs for kind in ("job.completed", "job.queued")]

@@ -35,11 +35,11 @@ async def piece() -> AsyncIterator[bytes]:
 async def test_files_and_the_audit_log_go_without_anybody_asking_for_something(tmp_path: Path) -> None:
     clock = ManualClock()
     store = MemoryStore(clock)
-    assets = LocalFileStore(tmp_path, store.cabinet, clock, keep_s=2 * DAY_S)
+    assets = LocalFileStore(tmp_path, store.documents, clock, keep_s=2 * DAY_S)
     # Days pass here, and the engine need not look every second of them.
     async with Engine(store, clock=clock, rules=Rules(sweep_s=1e9, round_s=1e9)) as engine:
         kept = Retention(audit_days=4, audit_jobs_days=2)
-        hub = Hub(engine, store.cabinet, clock, assets=assets, retention=kept)
+        hub = Hub(engine, store.documents, clock, assets=assets, retention=kept)
         entry = AuditEntry(0.0, "k", Role.ADMIN, "pause_queue")
         await hub.audit.operation(entry, nothing, lambda _: None)
         await hub.audit.job_change(entry, nothing, lambda _: "job")
@@ -54,20 +54,20 @@ async def test_files_and_the_audit_log_go_without_anybody_asking_for_something(t
             return noted[0], noted[1], await assets.get(file.file_id) is not None
 
         await clock.advance(1.9 * DAY_S)
-        await hub.upkeep.tidy()
+        await hub.maintenance.tidy()
         assert await there() == (True, True, True)
         await clock.advance(0.9 * DAY_S)
-        await hub.upkeep.tidy()
+        await hub.maintenance.tidy()
         assert await there() == (True, False, False)
         await clock.advance(2 * DAY_S)
-        await hub.upkeep.tidy()
+        await hub.maintenance.tidy()
         assert await there() == (False, False, False)
 
 
 async def test_more_files_than_a_page_has_go_in_one_look(tmp_path: Path) -> None:
     clock = ManualClock()
     store = MemoryStore(clock)
-    assets = LocalFileStore(tmp_path, store.cabinet, clock, keep_s=10 * DAY_S)
+    assets = LocalFileStore(tmp_path, store.documents, clock, keep_s=10 * DAY_S)
     old = [await assets.reserve(TenantId("acme")) for _ in range(2 * PAGE + 50)]
     await clock.advance(11 * DAY_S)
     young = await assets.reserve(TenantId("acme"))
@@ -93,18 +93,18 @@ async def test_a_duty_that_fails_keeps_no_other_from_being_done(caplog: pytest.L
     async def fine() -> None:
         done.append("fine")
 
-    upkeep = HubMaintenance({"files": away, "entries": broken, "others": fine}, every_s=0.001)
-    await upkeep.tidy()
+    maintenance = HubMaintenance({"files": away, "entries": broken, "others": fine}, every_s=0.001)
+    await maintenance.tidy()
     assert done == ["fine"]
     assert "old files could not be forgotten; it is tried again: the disk is gone" in caplog.text
     assert "a mistake of ours" in caplog.text
-    upkeep.start()
-    upkeep.start()
+    maintenance.start()
+    maintenance.start()
     async with asyncio.timeout(60):
         while len(done) < 3:
             await asyncio.sleep(0.001)
-    await upkeep.close()
-    await upkeep.close()
+    await maintenance.close()
+    await maintenance.close()
     told = len(done)
     await asyncio.sleep(0.01)
     assert len(done) == told

@@ -36,7 +36,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
 
 
 async def take(rig: HubRig, tenant: TenantId, pool: str, worker: str, *ends: float) -> None:
-    teller = LedgerDriver(await rig.estate.pools.get(pool), f"{tenant}-{worker}")
+    teller = LedgerDriver(await rig.tenant_services.pools.get(pool), f"{tenant}-{worker}")
     for at in ends:
         hold = await teller.submit(5, tenant)
         run = RunEntry(

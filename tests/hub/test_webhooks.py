@@ -103,20 +103,20 @@ async def test_a_result_that_is_too_large_is_left_out_and_said_so(rig: HubRig, r
 async def test_a_job_without_a_webhook_leaves_nothing_behind(rig: HubRig) -> None:
     job_id = await run_one(rig)
     assert await deliveries(rig, job_id) == []
-    assert not {"webhook_notes", "deliveries", "deliveries_due"} & set(await rig.cabinet.drawers())
+    assert not {"webhook_notes", "deliveries", "deliveries_due"} & set(await rig.documents.collections())
 
 
 async def test_a_job_without_a_webhook_is_not_looked_at_because_of_others(
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[str] = []
-    noted = rig.hub._delivering._book.noted
+    noted = rig.hub._delivering._ledger.noted
 
     async def note_of(job_id: JobId, round_: int) -> StoredOutboxEntry | None:
         looked_at.append(job_id)
         return await noted(job_id, round_)
 
-    monkeypatch.setattr(rig.hub._delivering._book, "noted", note_of)
+    monkeypatch.setattr(rig.hub._delivering._ledger, "noted", note_of)
     heard_of = await rig.submit(webhook=receiver.url, priority=-100)
     await run_one(rig)
     assert not rig.hub._delivering._unheard, "its end is the end of it"
@@ -131,10 +131,10 @@ async def test_what_was_delivered_leaves_the_log_and_nothing_else(rig: HubRig, r
     await receiver.until(10)
 
     async def is_tidy() -> bool:
-        return not {"webhook_notes", "deliveries_due"} & set(await rig.cabinet.drawers())
+        return not {"webhook_notes", "deliveries_due"} & set(await rig.documents.collections())
 
     await until(is_tidy)
-    assert len(await rig.cabinet.listing("deliveries")) == 10
+    assert len(await rig.documents.listing("deliveries")) == 10
 
 
 # twice, later, never
@@ -241,7 +241,7 @@ async def test_old_deliveries_are_forgotten(receiver: Receiver) -> None:
         await register(rig)
         job_id = await run_one(rig, webhook=receiver.url)
         await settled(rig, job_id, "delivered")
-        (document,) = await rig.cabinet.listing("deliveries")
+        (document,) = await rig.documents.listing("deliveries")
         # The same in other states and ages, of jobs that were submitted long ago.
         delivery, now = msgspec.json.decode(document.body, type=Delivery), rig.engine.now()
         for number, (status, ended_at) in enumerate(
@@ -255,14 +255,14 @@ async def test_old_deliveries_are_forgotten(receiver: Receiver) -> None:
         ):
             old = msgspec.structs.replace(delivery, status=status, ended_at=ended_at)
             name = f"01800000-0000-7000-8000-{number:012d}/00000003/job"
-            await rig.cabinet.put("deliveries", name, msgspec.json.encode(old), version=0)
+            await rig.documents.put("deliveries", name, msgspec.json.encode(old), version=0)
         rig.hub._delivering._pruned_at = 0.0
 
         async def is_pruned() -> bool:
-            return len(await rig.cabinet.listing("deliveries")) == 4
+            return len(await rig.documents.listing("deliveries")) == 4
 
         await until(is_pruned)
-        kept = [each.name[:36] for each in await rig.cabinet.listing("deliveries")]
+        kept = [each.name[:36] for each in await rig.documents.listing("deliveries")]
         assert kept == [f"01800000-0000-7000-8000-{number:012d}" for number in (1, 2, 4)] + [job_id]
 
 
@@ -270,16 +270,16 @@ async def test_however_many_are_old_they_are_forgotten_without_a_pause(
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await settled(rig, await run_one(rig, webhook=receiver.url), "delivered")
-    (document,) = await rig.cabinet.listing("deliveries")
+    (document,) = await rig.documents.listing("deliveries")
     old = msgspec.structs.replace(msgspec.json.decode(document.body, type=Delivery), ended_at=1.0)
     for number in range(100):
         name = f"01800000-0000-7000-8000-{number:012d}/00000003/job"
-        await rig.cabinet.put("deliveries", name, msgspec.json.encode(old), version=0)
+        await rig.documents.put("deliveries", name, msgspec.json.encode(old), version=0)
     monkeypatch.setattr(dispatcher, "_PRUNE", 10)
     rig.hub._delivering._pruned_at = 0.0
 
     async def is_pruned() -> bool:
-        return len(await rig.cabinet.listing("deliveries")) == 1
+        return len(await rig.documents.listing("deliveries")) == 1
 
     await until(is_pruned)
 
@@ -403,7 +403,7 @@ async def test_what_must_not_be_called_is_refused_before_anything_is_kept(rig: H
         answer = await rig.post("/api/jobs", submission(webhook=url))
         assert (answer.status, answer.code) == (400, "invalid_request")
     assert (await rig.get("/api/stats")).body["waiting"] == 0
-    assert "webhook_notes" not in await rig.cabinet.drawers()
+    assert "webhook_notes" not in await rig.documents.collections()
 
 
 async def test_who_changed_a_webhook_is_in_the_audit_log_and_no_secret_is(

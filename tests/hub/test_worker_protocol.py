@@ -185,13 +185,13 @@ async def test_a_job_goes_from_poll_to_result(rig: HubRig) -> None:
     assert lease["job"]["payload"]["workflow"] == graph()
     assert lease["job"]["metadata"] == {"user": "42"} and lease["job"]["include_outputs"] == ["2"]
     assert lease["duration_s"] > lease["acknowledge_s"] > 0
-    news: list[ProgressEvent] = []
-    rig.engine.bus.listen(lambda event: news.append(event) if isinstance(event, ProgressEvent) else None)
+    progress: list[ProgressEvent] = []
+    rig.engine.bus.listen(lambda event: progress.append(event) if isinstance(event, ProgressEvent) else None)
     report = {"lease": lease["lease"], "kind": "progress", "data": {"value": 1, "max": 2}}
     preview = {"lease": lease["lease"], "kind": "preview", "image": "aGVsbG8="}
     beat = await call(rig, "progress", reports=[report, preview])
     assert beat.body["alive"] == [lease["lease"]]
-    assert [(each.kind.value, each.image) for each in news] == [("progress", None), ("preview", b"hello")]
+    assert [(each.kind.value, each.image) for each in progress] == [("progress", None), ("preview", b"hello")]
     done = await call(rig, "complete", lease=lease["lease"], result={"outputs": {"2": {"a": 1}}}, seconds=2)
     assert done.body == {"status": "completed"}
     again = await call(rig, "complete", lease=lease["lease"], result={"outputs": {"2": {"a": 1}}}, seconds=2)
@@ -299,7 +299,7 @@ async def test_a_parked_poll_is_answered_when_a_job_comes_and_with_nothing_when_
         none = await call(rig, "poll", worker_id="gpu-a", poll_id="0", wait_s=0.05)
         assert none.status == 204
         parked = asyncio.create_task(call(rig, "poll", worker_id="gpu-a", poll_id="1", wait_s=30))
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         job_id = await rig.submit()
         assert (await asyncio.wait_for(parked, 60)).body["job"]["id"] == job_id
 
@@ -313,10 +313,10 @@ async def test_a_closed_connection_unparks_its_poll_and_strands_no_job() -> None
             parked = asyncio.create_task(
                 session.post(f"{rig.url}/api/worker/poll", json=poll, headers=headers).__aenter__()
             )
-            await until(lambda: rig.engine._rounds.idle_slots == 1)
+            await until(lambda: rig.engine._matcher.idle_slots == 1)
             parked.cancel()
             await asyncio.gather(parked, return_exceptions=True)
-        await until(lambda: rig.engine._rounds.idle_slots == 0)
+        await until(lambda: rig.engine._matcher.idle_slots == 0)
         job_id = await rig.submit()
         assert (await rig.get(f"/api/jobs/{job_id}")).body["status"] == "queued"
         taken = await call(rig, "poll", worker_id="gpu-a", poll_id="2", wait_s=0)
@@ -330,7 +330,7 @@ async def test_a_hub_that_stops_answers_what_is_parked() -> None:
             asyncio.create_task(call(rig, "poll", worker_id="gpu-a", poll_id="1", wait_s=60)),
             asyncio.create_task(call(rig, "commands", worker_id="gpu-a", wait_s=60)),
         ]
-        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await until(lambda: rig.engine._matcher.idle_slots == 1)
         rig.hub.stop()
         for answer in await asyncio.wait_for(asyncio.gather(*parked), 60):
             assert (answer.status, answer.code) == (503, "unavailable")

@@ -26,8 +26,8 @@ class NotHere(Exception):
 
 
 class Network:
-    def __init__(self, gate: subprocess.Popen[str], holder: int) -> None:
-        self._gate = gate
+    def __init__(self, admission_control: subprocess.Popen[str], holder: int) -> None:
+        self._gate = admission_control
         self._holder = holder
 
     def inside(self, *command: str) -> Sequence[str]:
@@ -76,23 +76,23 @@ def network(folder: Path, port: int) -> Iterator[Network]:
             raise NotHere(f"the program {program} is not installed")
     socket = folder / "gate.socket"
     with _passing_on(socket, port):
-        gate = subprocess.Popen(
+        admission_control = subprocess.Popen(
             ["unshare", "-Urn", "--kill-child", "--fork", sys.executable, __file__, str(socket)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        assert gate.stdin is not None and gate.stdout is not None
+        assert admission_control.stdin is not None and admission_control.stdout is not None
         try:
-            said = gate.stdout.readline()
+            said = admission_control.stdout.readline()
             if not said.startswith("ready "):
                 raise NotHere(f"network namespaces cannot be made: {said.strip()}")
-            yield Network(gate, int(said.split()[1]))
+            yield Network(admission_control, int(said.split()[1]))
         finally:
-            gate.stdin.close()
-            gate.wait(20)
-            gate.stdout.close()
+            admission_control.stdin.close()
+            admission_control.wait(20)
+            admission_control.stdout.close()
 
 
 @contextlib.contextmanager

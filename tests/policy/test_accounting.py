@@ -164,9 +164,9 @@ def kept(steps: list[tuple[str, int, object]]) -> Ledger:
 
 @given(entries)
 def test_a_book_kept_by_these_rules_has_no_problems(steps: list[tuple[str, int, object]]) -> None:
-    book = kept(steps)
-    assert accounting.problems(book) == []
-    assert book.account.available >= 0
+    ledger = kept(steps)
+    assert accounting.problems(ledger) == []
+    assert ledger.account.available >= 0
 
 
 SOUND = kept(

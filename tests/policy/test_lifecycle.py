@@ -15,7 +15,7 @@ from comfyfleet.policy.lifecycle import (
     diagram,
     failed,
     paused,
-    standing_at,
+    readiness_at,
     target,
 )
 
@@ -86,9 +86,9 @@ def test_only_a_waiting_job_can_be_paused() -> None:
 
 
 def test_a_delay_ends_at_exactly_its_time() -> None:
-    assert standing_at(10.0, 9.999) is Readiness.DELAYED
-    assert standing_at(10.0, 10.0) is Readiness.IN_LANE
-    assert standing_at(None, 0.0) is Readiness.IN_LANE
+    assert readiness_at(10.0, 9.999) is Readiness.DELAYED
+    assert readiness_at(10.0, 10.0) is Readiness.IN_LANE
+    assert readiness_at(None, 0.0) is Readiness.IN_LANE
 
 
 def test_the_diagram_shows_every_move() -> None:

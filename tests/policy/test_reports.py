@@ -16,7 +16,7 @@ from comfyfleet.policy.sanitizer import (
     safe_failure,
     safe_folder,
     safe_name,
-    safe_news,
+    safe_progress,
     safe_result,
     safe_text,
     safe_url,
@@ -140,8 +140,8 @@ def test_a_failure_and_news_are_made_safe() -> None:
     safe = safe_failure(failure)
     assert (safe.message, safe.traceback) == (INSIDE, (INSIDE,))
     assert safe.node_errors == {"9": {"details": [INSIDE, 3]}}
-    news = {"message": f"at {where}", "value": 3, "files": [{"filename": "../x", "url": where}]}
-    assert safe_news(news) == {
+    progress = {"message": f"at {where}", "value": 3, "files": [{"filename": "../x", "url": where}]}
+    assert safe_progress(progress) == {
         "message": f"at {INSIDE}",
         "value": 3,
         "files": [{"filename": "x", "url": None}],
@@ -169,9 +169,9 @@ def test_news_are_made_safe_at_every_depth() -> None:
         f"host {INSIDE}_": 1,
         "value": 3,
     }
-    assert safe_news(evil) == safe
-    assert safe_news({"a": [{"b": evil}]}) == {"a": [{"b": safe}]}
-    assert safe_news(safe) == safe
+    assert safe_progress(evil) == safe
+    assert safe_progress({"a": [{"b": evil}]}) == {"a": [{"b": safe}]}
+    assert safe_progress(safe) == safe
 
 
 def test_news_are_bounded_at_every_depth() -> None:
@@ -179,10 +179,10 @@ def test_news_are_bounded_at_every_depth() -> None:
     deep: Any = "http://10.0.0.5/"
     for _ in range(100):
         deep = [deep]
-    news = safe_news({"a": {"b": [long]}, long: 1, "deep": deep})
-    assert len(news["a"]["b"][0]) == 10_000
-    assert max(map(len, news)) < 1_001
-    assert "10.0.0.5" not in repr(news)
+    progress = safe_progress({"a": {"b": [long]}, long: 1, "deep": deep})
+    assert len(progress["a"]["b"][0]) == 10_000
+    assert max(map(len, progress)) < 1_001
+    assert "10.0.0.5" not in repr(progress)
 
 
 def test_text_steers_no_terminal() -> None:
@@ -216,4 +216,4 @@ def test_what_has_no_end_is_cut_before_it_is_looked_at() -> None:
     assert safe_name(long + "x.png") == "x.png"
     assert len(safe_folder(long)) < 4_097
     assert safe_url("https://example.com/" + long) is None
-    assert len(safe_news({"message": long})["message"]) == 10_000
+    assert len(safe_progress({"message": long})["message"]) == 10_000

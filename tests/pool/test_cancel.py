@@ -178,8 +178,8 @@ async def test_somebody_elses_prompt_on_the_same_server_is_never_hit() -> None:
         async with aiohttp.ClientSession() as session:
             graph = text_to_image(steps=60)
             graph["3"]["inputs"]["seed"] = 1
-            foreign = {"prompt": graph, "client_id": "somebody"}
-            await session.post(f"{it.servers[0].url}/prompt", json=foreign)
+            direct_workers = {"prompt": graph, "client_id": "somebody"}
+            await session.post(f"{it.servers[0].url}/prompt", json=direct_workers)
         await eventually(lambda: len(it.servers[0].stats.prompt_log) == 1)
         job_id = await it.pool.enqueue(text_to_image(), preferred_client_ids=[it.id_of(0)])
         await it.told.until("job:accepted", job_id)

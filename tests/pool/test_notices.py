@@ -21,7 +21,7 @@ CAUSE = "connection refused. Is ComfyUI running there"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(notices, "_LOOK_S", 0.02)
+    monkeypatch.setattr(notices, "_POLL_S", 0.02)
     monkeypatch.setattr(notices, "_LOOK_AGAIN_S", 0.05)
     with caplog.at_level(logging.WARNING, logger=notices.__name__):
         yield

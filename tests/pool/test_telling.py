@@ -72,11 +72,11 @@ async def test_nothing_is_kept_of_jobs_that_are_over_or_that_nobody_listens_to()
         for _ in range(3):
             job_id = await pool.enqueue(text_to_image())
             assert [event.name async for event in pool.events(job_id)][-1] == "job:completed"
-        assert pool._teller._labels == {}
+        assert pool._dispatcher._labels == {}
         told = Told(pool)
         await pool.run(text_to_image())
         await told.until("job:completed")
-        assert pool._teller._labels == {}
+        assert pool._dispatcher._labels == {}
 
 
 async def test_the_files_of_an_output_event_can_be_fetched() -> None:

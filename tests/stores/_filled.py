@@ -51,7 +51,7 @@ async def fill(url: str, waiting: int, *, first_id: int = 0) -> None:
     await bench.open()
     store = bench.store
     for number in range(4):
-        _, ref = await bench.leased(reference=f"ended-{number}", is_apart=number > 1)
+        _, ref = await bench.leased(reference=f"ended-{number}", has_tenant_database=number > 1)
         assert await store.write((completion, failure)[number % 2](ref)) is not None
     _, ref = await bench.leased(reference="tried")
     assert await store.write(release(ref)) is not None
@@ -70,7 +70,7 @@ async def fill(url: str, waiting: int, *, first_id: int = 0) -> None:
         )
     await store.shares.charge(tenant("ann"), 30.0)
     await store.put_block(BLOCK)
-    await store.put_lesson(LESSON)
+    await store.put_workflow_stats(LESSON)
     await store.close()
 
 

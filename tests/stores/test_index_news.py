@@ -52,7 +52,7 @@ def test_a_profile_nobody_polls_for_does_not_collect_lanes_that_came_and_went() 
         lanes.add(lane(sequence), sequence)
         lanes.remove(lane(sequence), sequence)
 
-    assert len(lanes._profiles[UNPOLLED].news) < 200
+    assert len(lanes._profiles[UNPOLLED].unsorted) < 200
 
 
 def test_a_profile_nobody_polls_for_keeps_the_lanes_in_which_somebody_waits() -> None:

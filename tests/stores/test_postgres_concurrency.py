@@ -265,10 +265,10 @@ async def test_a_job_that_is_purged_while_it_is_found_known_is_taken_in(
         return await real(step, query, values)
 
     monkeypatch.setattr(SqlStep, "row", purged_before)
-    adopted = await stores[0].moving.adopt([JobSnapshot(dispatch, job, (), ())])
-    assert adopted is not None
-    assert [each.job_id for each in adopted] == [dispatch.job_id]
-    assert await stores[1].load(dispatch.job_id) == adopted[0]
+    imported = await stores[0].moving.import_jobs([JobSnapshot(dispatch, job, (), ())])
+    assert imported is not None
+    assert [each.job_id for each in imported] == [dispatch.job_id]
+    assert await stores[1].load(dispatch.job_id) == imported[0]
 
 
 async def test_a_reference_whose_job_is_purged_while_it_is_looked_up_is_free_again(

@@ -292,10 +292,10 @@ async def calls_of(store: RedisStore) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("is_apart", "is_charged", "most"), [(False, False, 14), (True, False, 14), (False, True, 24)]
+    ("has_tenant_database", "is_charged", "most"), [(False, False, 14), (True, False, 14), (False, True, 24)]
 )
 async def test_finishing_a_job_and_leasing_the_next_takes_few_calls_inside_the_server(
-    is_apart: bool, is_charged: bool, most: int
+    has_tenant_database: bool, is_charged: bool, most: int
 ) -> None:
     """Fourteen; some more where tenants are charged, as each lease changes whose turn is next."""
     with own_server(is_durable=False) as server:
@@ -306,10 +306,10 @@ async def test_finishing_a_job_and_leasing_the_next_takes_few_calls_inside_the_s
         try:
             if is_charged:
                 await store.shares.put_terms(TenantTerms(TenantId("default"), max_leased=10))
-            _, ref = await bench.leased(is_apart=is_apart)
+            _, ref = await bench.leased(has_tenant_database=has_tenant_database)
             for number in range(5):
                 tenant = TENANTS[number % 2] if is_charged else TenantId("default")
-                await bench.enqueue(is_apart=is_apart, tenant=tenant)
+                await bench.enqueue(has_tenant_database=has_tenant_database, tenant=tenant)
             for _ in range(3):
                 await store.diagnose("CONFIG", "RESETSTAT")
                 finished, taken = await store.finish_and_lease_next(completion(ref), bench.offer())

@@ -120,7 +120,7 @@ async def test_what_a_run_does_is_told_to_engines_while_somebody_watches_and_els
         assert (heard.get_message(timeout=10) or {})["type"] == "subscribe"
         assert worker.lease_next("p1") == unwatched.job_id
         assert worker.call("complete", *worker.lease, "{}") == 1
-        await bench.store.relay.watch()
+        await bench.store.peer_channel.watch()
         assert worker.lease_next("p2") == watched.job_id
         assert worker.lease_next("p2") == watched.job_id, "asked again, told once"
         assert worker.call("heartbeat", *worker.lease, 60) == 1

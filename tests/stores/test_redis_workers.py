@@ -89,7 +89,7 @@ async def admit(bench: StoreBench, record: WorkerRecord = WORKER) -> None:
     """What an engine does for a worker that waits."""
     assert isinstance(bench.store, RedisStore)
     await bench.store.put_worker(record)
-    await bench.store.foreign.admitted(PendingRegistration(record.worker_id, DECLARED.encode()))
+    await bench.store.direct_workers.admitted(PendingRegistration(record.worker_id, DECLARED.encode()))
 
 
 async def test_a_worker_is_admitted_once_an_engine_has_computed_its_profile(
@@ -271,7 +271,7 @@ async def test_what_such_a_worker_ends_of_a_tenant_apart_is_to_be_settled(
     bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench)
-    plain, completed, cancelled = [await bench.enqueue(is_apart=number > 0) for number in range(3)]
+    plain, completed, cancelled = [await bench.enqueue(has_tenant_database=number > 0) for number in range(3)]
     for number in range(2):
         worker.lease_next(f"p{number}")
         assert worker.call("complete", *worker.lease, "{}") == 1
@@ -330,8 +330,8 @@ async def test_the_worker_user_calls_no_other_function_and_sees_no_other_key(
 async def test_the_worker_user_neither_reads_nor_writes_the_cabinet(
     bench: StoreBench, worker: Worker
 ) -> None:
-    cabinet = bench.store.cabinet
-    assert await cabinet.put("keys", "k", b"an administrator's", version=0)
+    documents = bench.store.documents
+    assert await documents.put("keys", "k", b"an administrator's", version=0)
     assert not worker.redis.exists("{cf}:cabinet", "{cf}:cabinet:keys", "{cf}:cabinet:keys:names")
     for command in (
         ("HGET", "{cf}!cabinet:keys", "k"),
@@ -349,7 +349,7 @@ async def test_the_worker_user_neither_reads_nor_writes_the_cabinet(
             worker.send(*command)
     # What it writes where it may is no document.
     worker.redis.hset("{cf}:cabinet:keys", "forged", "1 {}")
-    assert [each.name for each in await cabinet.listing("keys")] == ["k"]
+    assert [each.name for each in await documents.listing("keys")] == ["k"]
 
 
 async def test_an_engines_user_opens_works_and_listens_and_leaves_other_fleets_alone(
@@ -372,8 +372,8 @@ async def test_an_engines_user_opens_works_and_listens_and_leaves_other_fleets_a
     assert isinstance(bench.store, RedisStore)
     await bench.enqueue()
     assert await bench.lease_next() is not None
-    assert await bench.store.cabinet.put("keys", "k", b"1", version=0)
-    assert await bench.store.cabinet.drawers() == ["keys"]
+    assert await bench.store.documents.put("keys", "k", b"1", version=0)
+    assert await bench.store.documents.collections() == ["keys"]
     async with asyncio.timeout(60):
         await woken.wait()
     for command in (

@@ -28,11 +28,11 @@ from comfyfleet.model.job import Attachment, JobResult, Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
-from comfyfleet.stores.crypto.store import sealed_store
+from comfyfleet.stores.crypto.store import encrypted_store
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.factory import open_store
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.encrypted import sealed_database
+from comfyfleet.tenancy.database.encrypted import encrypted_database
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
@@ -77,7 +77,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Look]:
 
 def opened(url: str) -> Store:
     store = open_store(url, SystemClock())
-    return sealed_store(store, Keyring(store.cabinet, SystemClock(), lambda: MASTERS))
+    return encrypted_store(store, Keyring(store.documents, SystemClock(), lambda: MASTERS))
 
 
 async def take(engine: Engine, poll: str) -> LeasedJob:
@@ -239,7 +239,7 @@ async def test_a_tenants_database_holds_ciphertext_too(
     database: TenantDatabase = open_tenant_database(url)
     if is_sealed:
         keyring = Keyring(MemoryDocumentStore(), SystemClock(), lambda: MASTERS)
-        database = sealed_database(database, keyring)
+        database = encrypted_database(database, keyring)
     await database.open()
     teller = LedgerDriver(database)
     opening = teller.opening(0)
@@ -276,7 +276,7 @@ async def test_a_tenants_database_holds_ciphertext_too(
 async def test_after_shredding_a_job_says_why_it_cannot_be_read(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/fleet.db"
     job_id, engine, _ = await live(opened(url))
-    await Keyring(engine.store.cabinet, SystemClock(), lambda: MASTERS).shred(TenantId("default"))
+    await Keyring(engine.store.documents, SystemClock(), lambda: MASTERS).shred(TenantId("default"))
     await engine.close()
     async with Engine(opened(url)) as engine:
         view = await engine.get(job_id)

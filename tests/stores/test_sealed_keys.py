@@ -10,9 +10,15 @@ import pytest
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.stores.crypto.keyring import KEEP_S, Keyring, MasterKeys, WrappedKey
-from comfyfleet.stores.crypto.value_cipher import DecryptionFailed, ValueContext, key_id_of, open_value, seal
+from comfyfleet.stores.crypto.value_cipher import (
+    DecryptionFailed,
+    ValueContext,
+    encrypt,
+    key_id_of,
+    open_value,
+)
 from comfyfleet.stores.documents import MemoryDocumentStore
-from comfyfleet.stores.factory import DATA_KEYS, MASTER_KEYS, refuse_if_sealed
+from comfyfleet.stores.factory import DATA_KEYS, MASTER_KEYS, refuse_if_encrypted
 from comfyfleet.testing.time import ManualClock
 
 ACME, BORG = TenantId("acme"), TenantId("borg")
@@ -24,41 +30,41 @@ class Desk:
     """A cabinet, a clock, and keyrings of several processes on them."""
 
     def __init__(self) -> None:
-        self.cabinet = MemoryDocumentStore()
+        self.documents = MemoryDocumentStore()
         self.clock = ManualClock()
         self.masters = MasterKeys({"k1": ONE}, "k1")
 
     def keyring(self, masters: MasterKeys | None = None) -> Keyring:
-        return Keyring(self.cabinet, self.clock, lambda: masters or self.masters)
+        return Keyring(self.documents, self.clock, lambda: masters or self.masters)
 
-    async def sealed(self, keyring: Keyring) -> bytes:
-        key = await keyring.to_seal(ACME)
+    async def encrypted(self, keyring: Keyring) -> bytes:
+        key = await keyring.to_encrypt(ACME)
         assert key is not None
-        return seal(key, PLACE, b"a fox")
+        return encrypt(key, PLACE, b"a fox")
 
-    async def opened(self, keyring: Keyring, sealed: bytes) -> bytes:
-        return open_value(await keyring.to_open(ACME, key_id_of(sealed)), PLACE, sealed)
+    async def opened(self, keyring: Keyring, encrypted: bytes) -> bytes:
+        return open_value(await keyring.to_decrypt(ACME, key_id_of(encrypted)), PLACE, encrypted)
 
 
 async def test_a_tenant_has_a_key_of_its_own_which_every_process_finds() -> None:
     desk = Desk()
     one, two = desk.keyring(), desk.keyring()
-    key = await one.to_seal(ACME)
-    assert key is not None and key == await two.to_seal(ACME) == await one.to_seal(ACME)
-    other = await two.to_seal(BORG)
+    key = await one.to_encrypt(ACME)
+    assert key is not None and key == await two.to_encrypt(ACME) == await one.to_encrypt(ACME)
+    other = await two.to_encrypt(BORG)
     assert other is not None and other.secret != key.secret
-    nested = await two.to_seal(TenantId("acme/x"))
+    nested = await two.to_encrypt(TenantId("acme/x"))
     assert nested is not None and nested.secret != key.secret
-    fresh = await desk.keyring().to_seal(ACME)
+    fresh = await desk.keyring().to_encrypt(ACME)
     assert fresh == key, "a tenant whose name begins like it is another"
-    documents = await desk.cabinet.listing(DATA_KEYS)
+    documents = await desk.documents.listing(DATA_KEYS)
     assert all(key.secret not in each.body for each in documents) and len(documents) == 3
 
 
 async def test_two_processes_that_make_a_key_at_once_read_each_other() -> None:
     desk = Desk()
     one, two = desk.keyring(), desk.keyring()
-    values = await asyncio.gather(desk.sealed(one), desk.sealed(two))
+    values = await asyncio.gather(desk.encrypted(one), desk.encrypted(two))
     for keyring in (one, two, desk.keyring()):
         assert [await desk.opened(keyring, each) for each in values] == [b"a fox"] * 2
 
@@ -66,11 +72,11 @@ async def test_two_processes_that_make_a_key_at_once_read_each_other() -> None:
 async def test_a_new_master_key_wraps_anew_and_the_old_one_may_go() -> None:
     desk = Desk()
     serving = desk.keyring()
-    old = await desk.sealed(serving)
+    old = await desk.encrypted(serving)
     desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
     assert await serving.refresh() == 1 and await serving.refresh() == 0
     assert await desk.opened(serving, old) == b"a fox", "and it goes on all the while"
-    assert [each.name for each in await desk.cabinet.listing(MASTER_KEYS)] == ["k2"]
+    assert [each.name for each in await desk.documents.listing(MASTER_KEYS)] == ["k2"]
     later = desk.keyring(MasterKeys({"k2": TWO}, "k2"))
     await later.open()
     assert await desk.opened(later, old) == b"a fox"
@@ -81,11 +87,11 @@ async def test_a_new_master_key_wraps_anew_and_the_old_one_may_go() -> None:
 async def test_an_old_master_key_is_kept_on_the_list_while_something_needs_it() -> None:
     desk = Desk()
     behind = desk.keyring()
-    await behind.to_seal(ACME)
+    await behind.to_encrypt(ACME)
     desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
     await desk.keyring().rewrap()
     await behind.renew(BORG)
-    assert [each.name for each in await desk.cabinet.listing(MASTER_KEYS)] == ["k1", "k2"]
+    assert [each.name for each in await desk.documents.listing(MASTER_KEYS)] == ["k1", "k2"]
     with pytest.raises(Refusal, match="'k1', which is not among"):
         await desk.keyring(MasterKeys({"k2": TWO}, "k2")).open()
 
@@ -96,15 +102,15 @@ async def test_a_data_key_that_does_not_open_keeps_no_other_from_being_wrapped_a
     desk = Desk()
     keyring = desk.keyring()
     for tenant in (ACME, BORG):
-        await keyring.to_seal(tenant)
-    first = (await desk.cabinet.listing(DATA_KEYS))[0]
+        await keyring.to_encrypt(tenant)
+    first = (await desk.documents.listing(DATA_KEYS))[0]
     broken = msgspec.json.encode(WrappedKey(1.0, "k1", b"x" * 60))
-    await desk.cabinet.put(DATA_KEYS, first.name, broken, version=None)
+    await desk.documents.put(DATA_KEYS, first.name, broken, version=None)
     desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
     assert await desk.keyring().rewrap() == 1
     assert "'acme' does not open" in caplog.text
     assert (await desk.keyring().tally()).masters == {"k1": 1, "k2": 1}
-    assert [each.name for each in await desk.cabinet.listing(MASTER_KEYS)] == ["k1", "k2"]
+    assert [each.name for each in await desk.documents.listing(MASTER_KEYS)] == ["k1", "k2"]
 
 
 async def test_a_key_file_that_cannot_be_read_again_leaves_the_keys_that_are_known(
@@ -118,66 +124,66 @@ async def test_a_key_file_that_cannot_be_read_again_leaves_the_keys_that_are_kno
             raise ValueError("there is no key")
         return desk.masters
 
-    keyring = Keyring(desk.cabinet, desk.clock, read)
-    sealed = await desk.sealed(keyring)
+    keyring = Keyring(desk.documents, desk.clock, read)
+    encrypted = await desk.encrypted(keyring)
     broken = True
     await keyring.refresh()
     assert "cannot be read again" in caplog.text
     await desk.clock.advance(2 * KEEP_S)
-    assert await desk.opened(keyring, sealed) == b"a fox"
+    assert await desk.opened(keyring, encrypted) == b"a fox"
 
 
 async def test_a_wrong_master_key_is_told_at_the_start() -> None:
     desk = Desk()
-    await desk.sealed(desk.keyring())
+    await desk.encrypted(desk.keyring())
     await desk.keyring().open()
     with pytest.raises(Refusal, match="another key has its id"):
         await desk.keyring(MasterKeys({"k1": TWO}, "k1")).open()
     with pytest.raises(Refusal, match=r"'k1', which is not among the keys of \[encryption\] \(k2\)"):
         await desk.keyring(MasterKeys({"k2": TWO}, "k2")).open()
     with pytest.raises(Refusal, match=r"sealed and this process has no key.*'k1'"):
-        await refuse_if_sealed(desk.cabinet)
-    await refuse_if_sealed(MemoryDocumentStore())
+        await refuse_if_encrypted(desk.documents)
+    await refuse_if_encrypted(MemoryDocumentStore())
 
 
 async def test_a_master_key_that_is_missed_later_is_a_fault_and_not_the_end_of_a_job() -> None:
     desk = Desk()
     without = desk.keyring(MasterKeys({"k2": TWO}, "k2"))
-    sealed = await desk.sealed(desk.keyring())
+    encrypted = await desk.encrypted(desk.keyring())
     with pytest.raises(Fault, match="'k1', which this process does not have"):
-        await desk.opened(without, sealed)
+        await desk.opened(without, encrypted)
 
 
 async def test_a_data_key_grows_old_and_a_new_one_follows_while_the_old_still_opens() -> None:
     desk = Desk()
     keyring = desk.keyring()
-    old = await desk.sealed(keyring)
+    old = await desk.encrypted(keyring)
     await desk.clock.advance(364 * 86400)
-    assert key_id_of(await desk.sealed(keyring)) == key_id_of(old)
+    assert key_id_of(await desk.encrypted(keyring)) == key_id_of(old)
     await desk.clock.advance(2 * 86400)
-    new = await desk.sealed(keyring)
+    new = await desk.encrypted(keyring)
     assert key_id_of(new) > key_id_of(old)
     assert [await desk.opened(keyring, each) for each in (old, new)] == [b"a fox"] * 2
     await desk.clock.advance(0.001)
     await keyring.renew(ACME)
-    assert key_id_of(await desk.sealed(desk.keyring())) > key_id_of(new)
+    assert key_id_of(await desk.encrypted(desk.keyring())) > key_id_of(new)
 
 
 async def test_what_was_shredded_opens_nowhere_and_the_tenant_may_begin_anew() -> None:
     desk = Desk()
     keyring, elsewhere = desk.keyring(), desk.keyring()
-    sealed = await desk.sealed(keyring)
-    other = await keyring.to_seal(BORG)
-    assert await desk.opened(elsewhere, sealed) == b"a fox"
+    encrypted = await desk.encrypted(keyring)
+    other = await keyring.to_encrypt(BORG)
+    assert await desk.opened(elsewhere, encrypted) == b"a fox"
     assert await keyring.shred(ACME) == 1 and await keyring.shred(ACME) == 0
     with pytest.raises(DecryptionFailed, match="'acme' that it was sealed with was destroyed"):
-        await desk.opened(keyring, sealed)
+        await desk.opened(keyring, encrypted)
     await desk.clock.advance(KEEP_S)
     with pytest.raises(DecryptionFailed, match="destroyed"):
-        await desk.opened(elsewhere, sealed)
-    assert await desk.keyring().to_seal(BORG) == other
-    again = await desk.sealed(elsewhere)
-    assert key_id_of(again) != key_id_of(sealed) and await desk.opened(keyring, again) == b"a fox"
+        await desk.opened(elsewhere, encrypted)
+    assert await desk.keyring().to_encrypt(BORG) == other
+    again = await desk.encrypted(elsewhere)
+    assert key_id_of(again) != key_id_of(encrypted) and await desk.opened(keyring, again) == b"a fox"
     tally = await keyring.tally()
     assert (tally.tenants, tally.destroyed) == (2, 1)
     assert await keyring.rewrap() == 0, "what is destroyed is not looked for"
@@ -188,28 +194,28 @@ async def test_what_was_shredded_opens_nowhere_and_the_tenant_may_begin_anew() -
 async def test_a_rewrap_never_brings_back_what_was_shredded_meanwhile() -> None:
     desk = Desk()
     keyring = desk.keyring()
-    sealed = await desk.sealed(keyring)
+    encrypted = await desk.encrypted(keyring)
     desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
     rewrapping = desk.keyring()
-    put = desk.cabinet.put
+    put = desk.documents.put
 
-    async def shredded_first(drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
-        desk.cabinet.put = put  # type: ignore[method-assign]
+    async def shredded_first(collection: str, name: str, body: bytes, *, version: int | None) -> bool:
+        desk.documents.put = put  # type: ignore[method-assign]
         await keyring.shred(ACME)
-        return await put(drawer, name, body, version=version)
+        return await put(collection, name, body, version=version)
 
-    desk.cabinet.put = shredded_first  # type: ignore[method-assign]
+    desk.documents.put = shredded_first  # type: ignore[method-assign]
     assert await rewrapping.rewrap() == 0
     with pytest.raises(DecryptionFailed, match="destroyed"):
-        await desk.opened(desk.keyring(), sealed)
+        await desk.opened(desk.keyring(), encrypted)
 
 
 async def test_without_a_current_key_nothing_more_is_sealed() -> None:
     desk = Desk()
-    sealed = await desk.sealed(desk.keyring())
+    encrypted = await desk.encrypted(desk.keyring())
     keyring = desk.keyring(MasterKeys({"k1": ONE}))
     await keyring.open()
-    assert not keyring.seals and await keyring.to_seal(ACME) is None
-    assert await desk.opened(keyring, sealed) == b"a fox"
+    assert not keyring.encrypts and await keyring.to_encrypt(ACME) is None
+    assert await desk.opened(keyring, encrypted) == b"a fox"
     with pytest.raises(Refusal, match="no current master key"):
         await keyring.renew(ACME)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comfyfleet.model.encrypted import found_in, in_payload, sealed_payload
+from comfyfleet.model.encrypted import encrypted_payload, found_in, in_payload
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Submission
 from comfyfleet.stores.crypto.keyring import read_master_keys
@@ -14,10 +14,10 @@ from comfyfleet.stores.crypto.value_cipher import (
     DataKey,
     DecryptionFailed,
     ValueContext,
+    encrypt,
     key_id_of,
     new_key_id,
     open_value,
-    seal,
     unwrap,
     wrap,
 )
@@ -29,17 +29,17 @@ LINE = "k1=" + "ab" * 32
 
 @given(st.binary(max_size=200))
 def test_what_was_sealed_comes_back_and_is_never_sealed_alike(plain: bytes) -> None:
-    one, two = seal(KEY, PLACE, plain), seal(KEY, PLACE, plain)
+    one, two = encrypt(KEY, PLACE, plain), encrypt(KEY, PLACE, plain)
     assert one != two
     assert open_value(KEY, PLACE, one) == open_value(KEY, PLACE, two) == plain
     assert key_id_of(one) == KEY.key_id
 
 
 def test_a_change_of_any_bit_is_noticed() -> None:
-    sealed = seal(KEY, PLACE, b"a fox in the snow")
-    for place in range(len(sealed)):
+    encrypted = encrypt(KEY, PLACE, b"a fox in the snow")
+    for place in range(len(encrypted)):
         for bit in range(8):
-            changed = bytearray(sealed)
+            changed = bytearray(encrypted)
             changed[place] ^= 1 << bit
             with pytest.raises(DecryptionFailed):
                 key_id_of(bytes(changed))
@@ -49,7 +49,7 @@ def test_a_change_of_any_bit_is_noticed() -> None:
 @pytest.mark.parametrize("cut", [0, 3, 20, 40, -1])
 def test_a_value_that_was_cut_is_noticed(cut: int) -> None:
     with pytest.raises(DecryptionFailed):
-        cut_short = seal(KEY, PLACE, b"a fox in the snow")[:cut]
+        cut_short = encrypt(KEY, PLACE, b"a fox in the snow")[:cut]
         key_id_of(cut_short)
         open_value(KEY, PLACE, cut_short)
 
@@ -66,12 +66,12 @@ def test_a_value_that_was_cut_is_noticed(cut: int) -> None:
 )
 def test_a_value_in_another_place_does_not_open(place: ValueContext) -> None:
     with pytest.raises(DecryptionFailed, match="does not fit its seal"):
-        open_value(KEY, place, seal(KEY, PLACE, b"a fox"))
+        open_value(KEY, place, encrypt(KEY, PLACE, b"a fox"))
 
 
 def test_another_key_of_the_same_id_does_not_open_it() -> None:
     with pytest.raises(DecryptionFailed):
-        open_value(DataKey(KEY.key_id, bytes(32), 1.0), PLACE, seal(KEY, PLACE, b"a fox"))
+        open_value(DataKey(KEY.key_id, bytes(32), 1.0), PLACE, encrypt(KEY, PLACE, b"a fox"))
 
 
 def test_a_wrapped_key_opens_with_its_master_key_and_for_its_name_alone() -> None:
@@ -85,7 +85,7 @@ def test_a_wrapped_key_opens_with_its_master_key_and_for_its_name_alone() -> Non
 
 
 def test_what_stands_in_for_a_payload_is_found_and_nothing_else_is_taken_for_it() -> None:
-    assert in_payload(sealed_payload(b"bytes")) == b"bytes"
+    assert in_payload(encrypted_payload(b"bytes")) == b"bytes"
     assert in_payload(Submission({"1": {"class_type": "X", "inputs": {}}})) is None
     name = "comfyfleet:sealed"
     for other in (

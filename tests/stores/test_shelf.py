@@ -6,8 +6,8 @@ from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.stores.inprocess.blocks import (
-    MAX_LESSONS,
     MAX_PAIRS_PER_WORKER,
+    MAX_WORKFLOW_STATS,
     BlockTable,
     WorkflowStatsTable,
 )
@@ -43,12 +43,12 @@ def test_what_is_blocked_is_seen_anew_after_every_change() -> None:
 
 
 def test_the_longest_unused_lesson_is_forgotten_first() -> None:
-    lessons = WorkflowStatsTable()
-    for number in range(MAX_LESSONS + 1):
-        lessons.put(WorkflowStats(WorkflowHash(f"hash-{number}")))
+    workflow_stats = WorkflowStatsTable()
+    for number in range(MAX_WORKFLOW_STATS + 1):
+        workflow_stats.put(WorkflowStats(WorkflowHash(f"hash-{number}")))
         if number == 1:
-            lessons.put(WorkflowStats(WorkflowHash("hash-0"), memory_above_gb=8))
-    assert lessons.get(WorkflowHash("hash-1")) is None
-    kept = lessons.get(WorkflowHash("hash-0"))
+            workflow_stats.put(WorkflowStats(WorkflowHash("hash-0"), memory_above_gb=8))
+    assert workflow_stats.get(WorkflowHash("hash-1")) is None
+    kept = workflow_stats.get(WorkflowHash("hash-0"))
     assert kept is not None
     assert kept.memory_above_gb == 8

@@ -38,7 +38,7 @@ async def test_a_full_disk_leaves_everything_as_it_was_whatever_was_to_be_writte
         after = await bench.state()
         del after["polls"]
         assert after == {key: value for key, value in before.items() if key != "polls"}, name
-        assert await bench.store.get_lesson(HASH) is None
+        assert await bench.store.get_workflow_stats(HASH) is None
     # And with room again, everything works.
     disk.make_room()
     await bench.store.shares.charge(tenant("ann"), 1.0)
@@ -239,13 +239,13 @@ async def test_a_list_is_answered_though_something_always_changes(tmp_path: Path
 
 async def test_a_document_whose_writer_was_cancelled_is_what_the_next_compares_with(tmp_path: Path) -> None:
     async with reopened(tmp_path / "fleet.db") as store:
-        first = asyncio.ensure_future(store.cabinet.put("keys", "a", b"1", version=0))
+        first = asyncio.ensure_future(store.documents.put("keys", "a", b"1", version=0))
         await asyncio.sleep(0)
         first.cancel()
-        assert not await store.cabinet.put("keys", "a", b"2", version=0)
-        assert await store.cabinet.put("keys", "a", b"3", version=1)
+        assert not await store.documents.put("keys", "a", b"2", version=0)
+        assert await store.documents.put("keys", "a", b"3", version=1)
     async with reopened(tmp_path / "fleet.db") as store:
-        kept = await store.cabinet.get("keys", "a")
+        kept = await store.documents.get("keys", "a")
         assert kept is not None and (kept.body, kept.version) == (b"3", 2)
 
 
@@ -254,13 +254,13 @@ async def test_a_no_that_rested_on_a_document_that_could_not_be_written_is_thoug
 ) -> None:
     async with reopened(tmp_path / "fleet.db") as store:
         FullDisk(monkeypatch, times=1)
-        first = asyncio.ensure_future(store.cabinet.put("keys", "a", b"1", version=0))
+        first = asyncio.ensure_future(store.documents.put("keys", "a", b"1", version=0))
         await asyncio.sleep(0)
-        second = asyncio.ensure_future(store.cabinet.put("keys", "a", b"2", version=0))
+        second = asyncio.ensure_future(store.documents.put("keys", "a", b"2", version=0))
         with pytest.raises(Fault):
             await first
         assert await second, "the first was never written"
-        kept = await store.cabinet.get("keys", "a")
+        kept = await store.documents.get("keys", "a")
         assert kept is not None and (kept.body, kept.version) == (b"2", 1)
 
 
@@ -280,14 +280,14 @@ async def test_a_known_job_that_is_purged_while_others_are_taken_in_is_answered_
         await asyncio.sleep(0)
     purging = asyncio.ensure_future(bench.store.purge(Phase.COMPLETED, bench.clock.now(), 10))
     await asyncio.sleep(0)
-    adopting = asyncio.ensure_future(moving(bench).adopt([ended, renamed(waiting, "new")]))
+    adopting = asyncio.ensure_future(moving(bench).import_jobs([ended, renamed(waiting, "new")]))
     await asyncio.sleep(0)
     disk.let_through(9)
     await written
     assert await purging == 1
-    adopted = await adopting
-    assert adopted is not None
-    assert [adopted[0], adopted[1].job_id] == [ended.dispatch, "new"]
+    imported = await adopting
+    assert imported is not None
+    assert [imported[0], imported[1].job_id] == [ended.dispatch, "new"]
     await bench.store.close()
 
 

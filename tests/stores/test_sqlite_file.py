@@ -240,7 +240,7 @@ async def test_a_check_says_what_is_wrong(tmp_path: Path, harm: str, found: str)
     await bench.open()
     await bench.enqueue()
     await bench.leased()
-    _, ref = await bench.leased(is_apart=True)
+    _, ref = await bench.leased(has_tenant_database=True)
     assert await bench.store.write(completion(ref)) is not None
     await bench.store.close()
     assert check(path) == []

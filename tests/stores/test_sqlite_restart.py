@@ -68,7 +68,7 @@ async def a_day(bench: StoreBench) -> None:
     assert retried is not None
     assert await bench.change(retried, Change(phase=Phase.QUEUED, round=2), job={"phase": Phase.QUEUED})
     await store.put_block(Block(A, HASH, BlockReason.OUT_OF_MEMORY, 2))
-    await store.put_lesson(WorkflowStats(HASH, {"card": MeanDuration(3.0, 1)}, 24.0))
+    await store.put_workflow_stats(WorkflowStats(HASH, {"card": MeanDuration(3.0, 1)}, 24.0))
     await store.pause_queue(True)
     await store.pause_queue(False)
 
@@ -102,9 +102,9 @@ async def test_everything_is_there_after_a_clean_end(tmp_path: Path) -> None:
     async with reopened(path, bench.clock) as store:
         bench.store = store
         assert await bench.state() == before
-        lesson = await store.get_lesson(HASH)
-        assert lesson is not None
-        assert lesson.memory_above_gb == 24.0
+        stats = await store.get_workflow_stats(HASH)
+        assert stats is not None
+        assert stats.memory_above_gb == 24.0
         known = await store.records.by_reference(tenant("default"), "done")
         assert known is not None
         assert known.phase is Phase.COMPLETED
@@ -278,13 +278,13 @@ async def test_nothing_of_the_payload_stays_in_memory_while_a_job_waits(tmp_path
     await bench.open()
     job = await bench.enqueue()
     assert isinstance(bench.store, SqliteStore)
-    entry = bench.store._kept.entries[job.job_id]
+    entry = bench.store._state.entries[job.job_id]
     kept = {"dispatch", "attempts", "fact_count", "ending", "reference", "changes", "facts"}
     assert set(entry.__struct_fields__) == kept
     assert len(msgspec.msgpack.encode(entry.dispatch)) + len(entry.facts) < 1024
     _, ref = await bench.leased()
     assert await bench.store.write(completion(ref)) is not None
-    assert ref.job_id not in bench.store._kept.entries, "what has ended is the file's"
+    assert ref.job_id not in bench.store._state.entries, "what has ended is the file's"
     await bench.store.close()
 
 
@@ -343,8 +343,8 @@ async def test_what_is_to_be_settled_is_found_after_a_restart_and_kept(tmp_path:
     bench = make_bench(path)
     await bench.open()
     ended = []
-    for is_apart in (True, False, True):
-        _, ref = await bench.leased(is_apart=is_apart)
+    for has_tenant_database in (True, False, True):
+        _, ref = await bench.leased(has_tenant_database=has_tenant_database)
         written = await bench.store.write(completion(ref))
         assert written is not None
         ended.append(written.dispatch)

@@ -30,7 +30,7 @@ _APART = frozenset(
     }
 )
 _STEPS = _WRITES | _APART
-_PARTS = ("records", "cabinet")
+_PARTS = ("records", "documents")
 
 
 _LOOKS = 30

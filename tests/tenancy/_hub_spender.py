@@ -18,8 +18,8 @@ from comfyfleet.tenancy.services import TenantServices
 
 async def spend(store_url: str, pool_url: str) -> None:
     clock = SystemClock()
-    estate = TenantServices(open_store(store_url, clock), clock, {"first": pool_url})
-    async with Engine(estate.store, clock=clock) as engine, estate.kept(engine.admit):
+    tenant_services = TenantServices(open_store(store_url, clock), clock, {"first": pool_url})
+    async with Engine(tenant_services.store, clock=clock) as engine, tenant_services.kept(engine.admit):
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             try:
@@ -27,7 +27,7 @@ async def spend(store_url: str, pool_url: str) -> None:
                 print("accepted", flush=True)
             except Refusal as refusal:
                 print(refusal.code.value, flush=True)
-    await estate.close()
+    await tenant_services.close()
 
 
 if __name__ == "__main__":

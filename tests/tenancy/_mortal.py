@@ -36,7 +36,7 @@ class Mortal:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
-        if name in ("open", "close", "cabinet"):
+        if name in ("open", "close", "documents"):
             return method
 
         async def call(*args: Any, **named: Any) -> Any:

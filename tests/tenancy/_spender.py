@@ -14,11 +14,11 @@ from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 async def spend(url: str) -> None:
     database = open_tenant_database(url)
     await database.open()
-    teller = LedgerDriver(database, f"job-{os.getpid()}")
+    driver = LedgerDriver(database, f"job-{os.getpid()}")
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         tenant, amount = line.split()
-        opened = await database.open_round(teller.opening(int(amount), TenantId(tenant)))
+        opened = await database.open_round(driver.opening(int(amount), TenantId(tenant)))
         print(opened.outcome, flush=True)
     await database.close()
 

@@ -70,7 +70,7 @@ async def spend_at_once(store_url: str, pool_url: str, times: int) -> list[str]:
         ]
         for each in hubs:
             assert await each.answer() == "ready"
-        tenants = Tenants(store.cabinet, SystemClock(), is_shared=True)
+        tenants = Tenants(store.documents, SystemClock(), is_shared=True)
         for number in range(times):
             tenant = TenantId(f"spender-{number:04d}")
             await tenants.create(Tenant(tenant, "first", 1.0, price=FlatPrice(PRICE)))
@@ -80,7 +80,7 @@ async def spend_at_once(store_url: str, pool_url: str, times: int) -> list[str]:
                 each.spend(tenant)
             answers = sorted([await each.answer() for each in hubs])
             account = await database.account(tenant)
-            found = accounting.problems(await database.book(tenant))
+            found = accounting.problems(await database.ledger(tenant))
             if (
                 answers != ["accepted", "credits_short"]
                 or account != Account(tenant, GRANTED, PRICE)

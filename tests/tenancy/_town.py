@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._breaking import Crash, Fate, Turns, fated_database, fated_store
-from tests.tenancy._estate import Fleet
+from tests.tenancy._tenant_services import Fleet
 
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release
 from comfyfleet.model.dispatch import Dispatch, LeaseRef, Phase
@@ -90,7 +90,7 @@ class Hub(Fleet):
         with contextlib.suppress(Crash):
             await self.engine.close()
         with contextlib.suppress(Crash):
-            await self.estate.close()
+            await self.tenant_services.close()
         await self.real.close()
 
 
@@ -105,7 +105,7 @@ class _Copying:
         return getattr(self._fated, name)
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[Any]) -> Any:
-        if dispatch.is_apart:
+        if dispatch.has_tenant_database:
             self._sent.append(Sent(dispatch, job))
         return await self._fated.enqueue(dispatch, job, facts)
 
@@ -130,7 +130,7 @@ class Town:
         self.ends: dict[HoldId, Phase] = {}
         """Rounds whose worker was told how they ended."""
         self.revived: set[JobId] = set()
-        self._books: dict[str, TenantDatabase] = {}
+        self._ledgers: dict[str, TenantDatabase] = {}
         self._grants = itertools.count(1)
 
     # beginning and end
@@ -141,18 +141,20 @@ class Town:
             await self._open_hub(1)
         for place, (tenant_id, price) in enumerate(zip(self.tenants, PRICES, strict=True)):
             pool = list(self._pools)[place % len(self._pools)]
-            await self.hubs[0].estate.tenants.create(Tenant(tenant_id, pool, self.clock.now(), price=price))
+            await self.hubs[0].tenant_services.tenants.create(
+                Tenant(tenant_id, pool, self.clock.now(), price=price)
+            )
         for name, url in self._pools.items():
-            self._books[name] = open_tenant_database(url)
-            await self._books[name].open()
-        for tenant in await self.hubs[0].estate.tenants.everybody():
-            await self._books[tenant.pool].begin_book(tenant.tenant_id)
+            self._ledgers[name] = open_tenant_database(url)
+            await self._ledgers[name].open()
+        for tenant in await self.hubs[0].tenant_services.tenants.everybody():
+            await self._ledgers[tenant.pool].create_account(tenant.tenant_id)
 
     async def end(self) -> None:
         for hub in self.hubs:
             await hub.die()
-        for book in self._books.values():
-            await book.close()
+        for ledger in self._ledgers.values():
+            await ledger.close()
 
     async def _open_hub(self, place: int) -> None:
         hub = Hub(self._make_store(self.clock), self.clock, self._pools, next(self._seeds), self.sent)
@@ -166,7 +168,7 @@ class Town:
         return self.hubs[0].real
 
     def book_of(self, tenant: TenantId) -> TenantDatabase:
-        return self._books[list(self._pools)[self.tenants.index(tenant) % len(self._pools)]]
+        return self._ledgers[list(self._pools)[self.tenants.index(tenant) % len(self._pools)]]
 
     def hub(self, number: int) -> Hub:
         return self.hubs[number % len(self.hubs)]
@@ -314,7 +316,7 @@ class Town:
         await hub.relay.look(at_once=at_once)
 
     async def reconcile(self, hub: Hub) -> None:
-        await hub.estate.reconciler.reconcile()
+        await hub.tenant_services.reconciler.reconcile()
 
     async def come_late(self, number: int) -> None:
         """A relay that was held up beyond its life inserts what has long been purged."""
@@ -327,8 +329,8 @@ class Town:
     # what must hold
 
     async def _phase(self, hold_id: HoldId) -> Phase | str | None:
-        for book in self._books.values():
-            found = await book.phases([hold_id])
+        for ledger in self._ledgers.values():
+            found = await ledger.phases([hold_id])
             if hold_id in found:
                 return found[hold_id]
         return "unknown"
@@ -337,20 +339,20 @@ class Town:
         """At any time."""
         known: set[JobId] = set()
         for tenant in self.tenants:
-            book = await self.book_of(tenant).book(tenant)
-            assert accounting.problems(book) == []
-            holds = [each.hold_id for each in book.holds]
+            ledger = await self.book_of(tenant).ledger(tenant)
+            assert accounting.problems(ledger) == []
+            holds = [each.hold_id for each in ledger.holds]
             known.update(each.job_id for each in holds)
             there = await self.central.load_many([each.job_id for each in holds])
             for hold_id, dispatch in zip(holds, there, strict=True):
-                self._check_sides(hold_id, book.endings.get(hold_id), dispatch)
+                self._check_sides(hold_id, ledger.endings.get(hold_id), dispatch)
         assert known.issuperset(self.taken), "what was taken is nowhere"
         await self._check_sent()
 
     async def _check_sent(self) -> None:
         """What is open and was sent is in the store: nothing was purged before its end was settled."""
-        for book in self._books.values():
-            entries = await book.outbox(is_sent=True, after=None, limit=_MANY)
+        for ledger in self._ledgers.values():
+            entries = await ledger.outbox(is_sent=True, after=None, limit=_MANY)
             mine = [each.hold_id for each in entries if each.tenant in self.tenants]
             for hold_id, dispatch in zip(
                 mine, await self.central.load_many([each.job_id for each in mine]), strict=True
@@ -399,14 +401,14 @@ class Town:
 
     async def _left(self) -> list[Any]:
         found: list[Any] = []
-        for book in self._books.values():
-            holds = await book.open_holds(float("inf"), _MANY)
+        for ledger in self._ledgers.values():
+            holds = await ledger.open_holds(float("inf"), _MANY)
             found += [each for each in holds if each.tenant in self.tenants]
         return found
 
     async def check_at_rest(self) -> None:
         await self.check()
-        found = await self.hubs[0].estate.reconciler.reconcile(is_dry=True)
+        found = await self.hubs[0].tenant_services.reconciler.reconcile(is_dry=True)
         assert found == []
         for hold_id, phase in self.ends.items():
             assert await self._phase(hold_id) is phase
@@ -415,11 +417,11 @@ class Town:
 
     async def _check_money(self, tenant: TenantId) -> None:
         database, price = self.book_of(tenant), PRICES[self.tenants.index(tenant)]
-        book = await database.book(tenant)
-        assert book.account.held == 0
+        ledger = await database.ledger(tenant)
+        assert ledger.account.held == 0
         spent = 0
-        for settlement in book.settlements:
-            if book.endings[settlement.hold_id] != Phase.COMPLETED:
+        for settlement in ledger.settlements:
+            if ledger.endings[settlement.hold_id] != Phase.COMPLETED:
                 continue
             job = await database.get(settlement.hold_id.job_id)
             assert job is not None and job.round == settlement.hold_id.round, "what completed is not retried"
@@ -429,4 +431,4 @@ class Town:
             cost = {0: 10, 1: 80, 2: 1 + 5 * min(4, len(result.files)), 3: 0}[PRICES.index(price)]
             assert settlement.consumed == cost
             spent += cost
-        assert book.account.balance == self.granted[tenant] - spent
+        assert ledger.account.balance == self.granted[tenant] - spent

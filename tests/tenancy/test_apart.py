@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.engine._rig import graph
-from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
+from tests.tenancy._tenant_services import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.model.calls import Release
 from comfyfleet.model.dispatch import Phase
@@ -36,7 +36,7 @@ async def fleet(clock: ManualClock, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 async def database(fleet: Fleet) -> TenantDatabase:
-    home = await fleet.estate.homes.of(ACME)
+    home = await fleet.tenant_services.homes.of(ACME)
     assert home is not None
     return home.database
 
@@ -123,7 +123,7 @@ async def test_a_tenant_that_was_not_set_up_lives_in_the_store_as_before(fleet: 
     stub = await fleet.central.records.get(job_id)
     assert stub is not None and stub.payload.workflow == graph() and stub.result is not None
     dispatch = await fleet.central.load(job_id)
-    assert dispatch is not None and not dispatch.is_apart
+    assert dispatch is not None and not dispatch.has_tenant_database
 
 
 async def test_jobs_from_before_a_tenant_was_set_up_end_as_they_began(fleet: Fleet) -> None:
@@ -207,7 +207,7 @@ async def test_a_price_that_changes_counts_for_what_is_submitted_from_then_on(fl
     await fleet.tenant(granted=100)
     await fleet.worker()
     await fleet.submit()
-    await fleet.estate.tenants.change(ACME, lambda known: msgspec.structs.replace(known, price=None))
+    await fleet.tenant_services.tenants.change(ACME, lambda known: msgspec.structs.replace(known, price=None))
     await fleet.complete(await fleet.take())
     assert await fleet.account() == Account(ACME, 90)
     await fleet.submit()
@@ -222,7 +222,9 @@ async def test_nothing_is_taken_for_a_tenant_that_is_suspended_or_moving(
     fleet: Fleet, state: TenantState, code: RefusalCode
 ) -> None:
     await fleet.tenant(granted=100)
-    await fleet.estate.tenants.change(ACME, lambda known: msgspec.structs.replace(known, state=state))
+    await fleet.tenant_services.tenants.change(
+        ACME, lambda known: msgspec.structs.replace(known, state=state)
+    )
     with pytest.raises(Refusal) as refused:
         await fleet.submit()
     assert refused.value.code is code
@@ -261,7 +263,7 @@ async def complete_and_die(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Job
     job_id = await fleet.submit()
     leased = await fleet.take()
     with monkeypatch.context() as patch:
-        patch.setattr(fleet.estate.apart.settler, "settle", crash)
+        patch.setattr(fleet.tenant_services.apart.settler, "settle", crash)
         with pytest.raises(Crash):
             await fleet.complete(leased)
     return job_id
@@ -345,7 +347,7 @@ async def test_a_round_that_is_over_in_its_tenants_database_is_not_leased(fleet:
     before = await fleet.central.load(job_id)
     assert before is not None
     ended = msgspec.structs.replace(before, phase=Phase.CANCELLED)
-    await fleet.estate.apart.settler._end((await fleet.estate.homes.of(ACME)), ended)  # type: ignore[arg-type]
+    await fleet.tenant_services.apart.settler._end((await fleet.tenant_services.homes.of(ACME)), ended)  # type: ignore[arg-type]
     assert await fleet.poll() is None
     assert (await fleet.engine.get(job_id)).dispatch.phase is Phase.CANCELLED
     assert await fleet.account() == Account(ACME, 100)

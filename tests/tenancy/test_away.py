@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.servers.postgres_server import CannotStart, PostgresServer
-from tests.tenancy._estate import ACME, BORG, Fleet
+from tests.tenancy._tenant_services import ACME, BORG, Fleet
 
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import LeasedJob
@@ -46,7 +46,7 @@ async def fleet(server: PostgresServer, tmp_path: Path) -> AsyncIterator[Fleet]:
         await fleet.tenant(ACME, granted=100)
         await fleet.tenant(BORG, granted=1000, pool="second")
         await fleet.worker()
-        async with fleet.estate.kept(fleet.engine.admit):
+        async with fleet.tenant_services.kept(fleet.engine.admit):
             yield fleet
 
 
@@ -141,7 +141,7 @@ async def test_a_database_that_does_not_answer_is_given_up_and_others_wait_for_i
     fleet: Fleet, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comfyfleet.tenancy.database.registry.ANSWER_S", 1.0)
-    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._LOOK_S", 0.5)
+    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._POLL_S", 0.5)
     await fleet.submit(ACME, priority=10)
     with server.stopped():
         async with asyncio.timeout(AT_ONCE_S * 2):

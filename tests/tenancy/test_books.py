@@ -151,14 +151,14 @@ class Day(RuleBasedStateMachine):
     def submit_at_the_same_instant(self, tenant: int, first: int, second: int) -> None:
         name, before = self.tenants[tenant], self.available(self.tenants[tenant])
         openings = [
-            teller.opening(amount, name) for teller, amount in zip(self.tellers, (first, second), strict=True)
+            driver.opening(amount, name) for driver, amount in zip(self.tellers, (first, second), strict=True)
         ]
 
         async def both() -> list[PostingResult]:
             answers = await asyncio.gather(
                 *(
-                    teller.database.open_round(opening)
-                    for teller, opening in zip(self.tellers, openings, strict=True)
+                    driver.database.open_round(opening)
+                    for driver, opening in zip(self.tellers, openings, strict=True)
                 )
             )
             return [each.outcome for each in answers]
@@ -199,8 +199,8 @@ class Day(RuleBasedStateMachine):
             tellers = self.tellers if is_raced else self.tellers[:1]
             answers = await asyncio.gather(
                 *(
-                    teller.end(hold, phase, cost, f"{which} {hold.hold_id}")
-                    for which, teller in enumerate(tellers)
+                    driver.end(hold, phase, cost, f"{which} {hold.hold_id}")
+                    for which, driver in enumerate(tellers)
                 )
             )
             return sorted(each.outcome for each in answers)
@@ -253,11 +253,11 @@ class Day(RuleBasedStateMachine):
     @invariant()
     def every_book_is_right(self) -> None:
         for tenant in self.tenants:
-            book = self.run(self.tellers[1].database.book(tenant))
-            assert accounting.problems(book) == []
+            ledger = self.run(self.tellers[1].database.ledger(tenant))
+            assert accounting.problems(ledger) == []
             held = sum(each.amount for each in self.open.values() if each.tenant == tenant)
             pending = sum(amount for name, amount in self.pending.values() if name == tenant)
-            assert book.account == Account(tenant, self.balance[tenant], held, pending)
+            assert ledger.account == Account(tenant, self.balance[tenant], held, pending)
 
     @invariant()
     def what_is_open_is_open_and_nothing_else(self) -> None:

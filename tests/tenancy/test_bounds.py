@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from tests.engine.test_several_engines import SharedStore
-from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
+from tests.tenancy._tenant_services import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.engine.job_list import records_of
 from comfyfleet.hub.tenants import maintenance
@@ -62,16 +62,16 @@ async def test_of_two_hubs_one_compares_the_store_with_the_databases_each_minute
         await one.tenant(granted=100)
         await other.submit()
         for minute in (1, 2, 3):
-            await one.estate.reconciler.take_turn()
-            await other.estate.reconciler.take_turn()
+            await one.tenant_services.reconciler.take_turn()
+            await other.tenant_services.reconciler.take_turn()
             assert sum(each.compared for each in opened) == minute
             await clock.advance(reconciler.EVERY_S)
         # A hub that died in the middle is replaced by another.
-        assert await claim(store.cabinet, clock, reconciler.CLAIM) is not None
-        await other.estate.reconciler.take_turn()
+        assert await claim(store.documents, clock, reconciler.CLAIM) is not None
+        await other.tenant_services.reconciler.take_turn()
         assert sum(each.compared for each in opened) == 3
         await clock.advance(reconciler.EVERY_S)
-        await other.estate.reconciler.take_turn()
+        await other.tenant_services.reconciler.take_turn()
         assert sum(each.compared for each in opened) == 4
 
 
@@ -84,12 +84,12 @@ async def test_a_look_at_unsettled_ends_is_bounded_and_the_next_one_goes_on(
     async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
         await fleet.tenant(granted=1000)
         jobs = [await fleet.submit() for _ in range(11)]
-        settle, asked = fleet.estate.apart.settler.settle, list[JobId]()
+        settle, asked = fleet.tenant_services.apart.settler.settle, list[JobId]()
 
         async def away(_: Dispatch) -> None:
             raise Fault("the database is away")
 
-        monkeypatch.setattr(fleet.estate.apart.settler, "settle", away)
+        monkeypatch.setattr(fleet.tenant_services.apart.settler, "settle", away)
         for job_id in jobs:
             await fleet.engine.cancel(job_id)
         read, pages = fleet.central.unsettled, list[int]()
@@ -105,7 +105,7 @@ async def test_a_look_at_unsettled_ends_is_bounded_and_the_next_one_goes_on(
         monkeypatch.setattr(fleet.central, "unsettled", counted)
         await fleet.relay.look()
         assert len(pages) == 2, "however many there are"
-        monkeypatch.setattr(fleet.estate.apart.settler, "settle", noted)
+        monkeypatch.setattr(fleet.tenant_services.apart.settler, "settle", noted)
         for _ in range(12):
             await fleet.relay.look()
         assert sorted(asked) == sorted(jobs), "each once, and none is forgotten"
@@ -154,35 +154,35 @@ async def test_few_tenants_are_seen_to_at_a_time_and_each_has_its_turn(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(maintenance, "AT_ONCE", 2)
-    clock, mover = ManualClock(), Nobody()
+    clock, relocation = ManualClock(), Nobody()
     async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
         names = [TenantId(name) for name in "abcde"]
         for name in names:
             moving = Tenant(name, "first", 1.0, state=TenantState.MOVING, moving_to="second")
-            await fleet.estate.tenants.create(moving)
+            await fleet.tenant_services.tenants.create(moving)
         unused = cast(Any, None)
-        duties = TenantMaintenance(
-            fleet.central.cabinet,
+        tenant_maintenance = TenantMaintenance(
+            fleet.central.documents,
             clock,
-            fleet.estate.tenants,
-            cast(Any, mover),
+            fleet.tenant_services.tenants,
+            cast(Any, relocation),
             unused,
             unused,
             FairShareSync(fleet.central.shares),
             unused,
             look_s=0.01,
         )
-        duties.start()
+        tenant_maintenance.start()
         try:
             async with asyncio.timeout(60):
-                while len(mover.begun) < 2:
+                while len(relocation.begun) < 2:
                     await asyncio.sleep(0.001)
-                assert await waits_for(fleet.central.cabinet, names[0]) is None
-                mover.let.set()
-                while set(mover.begun) != set(names):
+                assert await waits_for(fleet.central.documents, names[0]) is None
+                relocation.let.set()
+                while set(relocation.begun) != set(names):
                     await asyncio.sleep(0.001)
         finally:
-            await duties.close()
-        assert mover.begun[:5] == names, "none is begun again before all had their turn"
-        said = await waits_for(fleet.central.cabinet, names[0])
+            await tenant_maintenance.close()
+        assert relocation.begun[:5] == names, "none is begun again before all had their turn"
+        said = await waits_for(fleet.central.documents, names[0])
         assert said is not None and "the database is away" in said, "whoever asks is told what it waits for"

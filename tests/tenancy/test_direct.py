@@ -12,7 +12,7 @@ import pytest
 from tests.engine._rig import graph, offers
 from tests.servers.redis_fixtures import some_server, with_prefix
 from tests.stores._at_rest import in_redis
-from tests.tenancy._estate import ACME, BORG, WORKER, Fleet
+from tests.tenancy._tenant_services import ACME, BORG, WORKER, Fleet
 from tests.tenancy.test_failure_texts import SECRET, said
 
 from comfyfleet.engine.engine import Engine
@@ -27,7 +27,7 @@ from comfyfleet.model.job import JobResult, OutputFile, Submission
 from comfyfleet.model.ledger import Account, HoldId
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.policy.rules import Rules
-from comfyfleet.stores.failure_texts import DRAWER, PendingFailureText, body_of, left_in, without_a_hub
+from comfyfleet.stores.failure_texts import COLLECTION, PendingFailureText, body_of, left_in, without_a_hub
 from comfyfleet.stores.redis.store import RedisStore
 
 HUBS_ALONE = Requirements(needs_hub=True)
@@ -76,7 +76,7 @@ async def test_a_job_of_a_tenant_that_allows_it_is_run_by_a_direct_worker_and_se
     assert await fleet.account() == Account(ACME, 100, held=10), "such a worker has no way to the book"
     await fleet.relay.look(at_once=True)
     assert await fleet.account() == Account(ACME, 90)
-    home = await fleet.estate.homes.of(ACME)
+    home = await fleet.tenant_services.homes.of(ACME)
     assert home is not None
     (run,) = await home.database.runs(ACME, after=0, limit=10)
     assert (run.verified_by, run.worker_id, run.outputs) == ("worker", WORKER, 1)
@@ -120,7 +120,7 @@ async def test_what_a_direct_worker_says_of_a_failure_goes_to_the_tenants_databa
         assert SECRET.encode() not in await in_redis(store_url)
         assert (await fleet.engine.get(job_id)).job.failure == said(kind), "seen before a hub came to it"
     await fleet.relay.look(at_once=True)
-    assert await fleet.central.cabinet.listing(DRAWER) == [], "nothing waits in the central store"
+    assert await fleet.central.documents.listing(COLLECTION) == [], "nothing waits in the central store"
     assert await fleet.account() == Account(ACME, 100), "and the round is settled"
     view = await fleet.engine.get(job_id)
     told = [said(FailureKind.INTERRUPTED), said(FailureKind.INVALID_WORKFLOW)]
@@ -129,7 +129,7 @@ async def test_what_a_direct_worker_says_of_a_failure_goes_to_the_tenants_databa
     facts = await fleet.engine.store.facts(job_id)
     telling = [fact for fact in facts if fact.kind in (FactKind.RETRYING, FactKind.FAILED)]
     assert [fact.data and fact.data["message"] for fact in telling] == [each.message for each in told]
-    home = await fleet.estate.homes.of(ACME)
+    home = await fleet.tenant_services.homes.of(ACME)
     assert home is not None
     kept = await home.database.get(job_id)
     assert kept is not None and kept.failure == told[1]
@@ -149,7 +149,7 @@ async def test_texts_of_attempts_reach_the_tenants_database_before_their_round_e
     assert [each.failure for each in (await fleet.engine.get(job_id)).attempts] == [
         said(FailureKind.INTERRUPTED)
     ]
-    assert await fleet.central.cabinet.listing(DRAWER) == []
+    assert await fleet.central.documents.listing(COLLECTION) == []
 
 
 async def test_of_a_tenant_that_was_deleted_nothing_that_was_said_stays(fleet: Fleet, direct: Engine) -> None:
@@ -158,10 +158,10 @@ async def test_of_a_tenant_that_was_deleted_nothing_that_was_said_stays(fleet: F
     job = await leased(direct)
     assert job is not None
     await direct.fail(FailureReport(job.ref, said(FailureKind.INTERRUPTED)))
-    assert len(await fleet.central.cabinet.listing(DRAWER)) == 1
-    await fleet.estate.tenants.remove(ACME)
+    assert len(await fleet.central.documents.listing(COLLECTION)) == 1
+    await fleet.tenant_services.tenants.remove(ACME)
     await fleet.relay.look(at_once=True)
-    assert await fleet.central.cabinet.listing(DRAWER) == []
+    assert await fleet.central.documents.listing(COLLECTION) == []
 
 
 async def test_a_document_that_nobody_can_read_keeps_no_other_text_waiting(
@@ -172,9 +172,9 @@ async def test_a_document_that_nobody_can_read_keeps_no_other_text_waiting(
     job = await leased(direct)
     assert job is not None
     await direct.fail(FailureReport(job.ref, said(FailureKind.INTERRUPTED)))
-    await fleet.central.cabinet.put(DRAWER, "0", b"of a newer version", version=None)
+    await fleet.central.documents.put(COLLECTION, "0", b"of a newer version", version=None)
     await fleet.relay.look(at_once=True)
-    assert [each.name for each in await fleet.central.cabinet.listing(DRAWER)] == ["0"]
+    assert [each.name for each in await fleet.central.documents.listing(COLLECTION)] == ["0"]
     assert (await fleet.engine.get(job_id)).job.failure == said(FailureKind.INTERRUPTED)
 
 

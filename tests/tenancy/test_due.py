@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tenancy._estate import ACME, BORG, WORKER, Fleet, one_fleet
+from tests.tenancy._tenant_services import ACME, BORG, WORKER, Fleet, one_fleet
 
 from comfyfleet.model.calls import Poll
 from comfyfleet.model.dispatch import Phase, Readiness
@@ -35,12 +35,12 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 def answers_by(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Work], Any]) -> None:
     """The first pool's database does so from now on."""
-    ask = fleet.estate.pools.watched
+    ask = fleet.tenant_services.pools.watched
 
     async def watched(name: str, work: Work) -> Any:
         return await (ask(name, work) if name != "first" else answer(work))
 
-    monkeypatch.setattr(fleet.estate.pools, "watched", watched)
+    monkeypatch.setattr(fleet.tenant_services.pools, "watched", watched)
 
 
 def clock_of(fleet: Fleet) -> ManualClock:
@@ -115,7 +115,7 @@ async def test_a_database_that_does_not_answer_holds_up_nobody_elses_timers(
 async def test_a_lease_that_waits_for_its_tenants_database_holds_up_nobody_elses_round(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._LOOK_S", 60.0)
+    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._POLL_S", 60.0)
     answers = asyncio.Event()
 
     async def is_slow(work: Work) -> Any:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.engine.test_several_engines import SharedStore
 from tests.stores._at_rest import in_files
-from tests.tenancy._estate import ACME, Fleet, one_fleet
+from tests.tenancy._tenant_services import ACME, Fleet, one_fleet
 
 from comfyfleet.model.calls import FailureReport, LeasedJob
 from comfyfleet.model.dispatch import Phase
@@ -79,7 +79,7 @@ async def taken(fleet: Fleet) -> LeasedJob:
 async def test_the_central_store_holds_nothing_of_what_a_server_said(fleet: Fleet, tmp_path: Path) -> None:
     await failed_twice(fleet)
     await fleet.engine.close()
-    await fleet.estate.close()
+    await fleet.tenant_services.close()
     assert SECRET.encode() not in in_files(tmp_path / "centre")
     assert SECRET.encode() in in_files(tmp_path), "the tenant's own database has it"
 
@@ -101,7 +101,7 @@ async def test_callers_see_all_of_it_in_the_job_its_attempts_and_its_facts(fleet
 
 async def test_the_tenants_record_is_whole_for_when_the_store_has_forgotten_the_job(fleet: Fleet) -> None:
     job_id, _ = await failed_twice(fleet)
-    home = await fleet.estate.homes.of(ACME)
+    home = await fleet.tenant_services.homes.of(ACME)
     assert home is not None
     kept = await home.database.get(job_id)
     assert kept is not None and kept.failure == said()
@@ -119,7 +119,7 @@ async def test_what_was_said_of_a_job_that_waits_for_its_next_attempt_is_seen_to
 
 async def test_what_was_said_goes_with_the_job_when_it_is_forgotten(fleet: Fleet, clock: ManualClock) -> None:
     job_id, _ = await failed_twice(fleet)
-    home = await fleet.estate.homes.of(ACME)
+    home = await fleet.tenant_services.homes.of(ACME)
     assert home is not None
     assert len(await home.database.failures_of([job_id])) == 2
     assert await home.database.forget_jobs([job_id], clock.now() + 1) == 1
@@ -133,22 +133,22 @@ async def test_a_hub_that_missed_a_move_keeps_what_was_said_where_the_tenant_is_
     clock = ManualClock()
     store = SharedStore(clock)
     pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
-    async with Fleet(store, clock, pools) as mover, Fleet(store, clock, pools, seed=1) as stale:
+    async with Fleet(store, clock, pools) as relocation, Fleet(store, clock, pools, seed=1) as stale:
         await stale.tenant(granted=100)
         await stale.worker()
         job_id = await stale.submit()
         leased = await stale.take()
-        await stale.estate.tenants.get(ACME)
-        await _moved(mover, clock, is_tidied=is_tidied)
+        await stale.tenant_services.tenants.get(ACME)
+        await _moved(relocation, clock, is_tidied=is_tidied)
         if not is_tidied:
             with pytest.raises(Fault, match="moved"):
                 await stale.engine.fail(FailureReport(leased.ref, said(FailureKind.INVALID_WORKFLOW)))
             await clock.advance(REMEMBER_S)
         await stale.engine.fail(FailureReport(leased.ref, said(FailureKind.INVALID_WORKFLOW)))
-        for each in (mover, stale):
+        for each in (relocation, stale):
             failure = (await each.engine.get(job_id)).job.failure
             assert failure == said(FailureKind.INVALID_WORKFLOW)
-        home = await mover.estate.homes.of(ACME)
+        home = await relocation.tenant_services.homes.of(ACME)
         assert home is not None and home.tenant.pool == "second"
         assert len(await home.database.failures_of([job_id])) == 1
 
@@ -157,7 +157,7 @@ async def test_what_was_said_moves_with_the_tenant(fleet: Fleet, clock: ManualCl
     job_id, _ = await failed_twice(fleet)
     before = await fleet.engine.get(job_id)
     await _moved(fleet, clock)
-    assert (await fleet.estate.tenants.newest(ACME)).pool == "second"  # type: ignore[union-attr]
+    assert (await fleet.tenant_services.tenants.newest(ACME)).pool == "second"  # type: ignore[union-attr]
     assert await fleet.engine.get(job_id) == before
 
 
@@ -165,15 +165,15 @@ async def _moved(fleet: Fleet, clock: ManualClock, *, is_tidied: bool = True) ->
     async def at_once(_: float) -> None:
         """Nobody else is to hear of it first."""
 
-    estate = fleet.estate
-    begun = await estate.tenants.change(
+    tenant_services = fleet.tenant_services
+    begun = await tenant_services.tenants.change(
         ACME,
         lambda tenant: msgspec.structs.replace(
             tenant, state=TenantState.MOVING, moving_to="second", moving_since=clock.now()
         ),
     )
-    mine = await claim(fleet.central.cabinet, clock, ACME)
+    mine = await claim(fleet.central.documents, clock, ACME)
     assert mine is not None
-    moved = await TenantRelocation(estate.tenants, estate.pools, at_once).move(begun, mine)
+    moved = await TenantRelocation(tenant_services.tenants, tenant_services.pools, at_once).move(begun, mine)
     if is_tidied:
-        await TenantRelocation(estate.tenants, estate.pools, at_once).tidy(moved, mine)
+        await TenantRelocation(tenant_services.tenants, tenant_services.pools, at_once).tidy(moved, mine)

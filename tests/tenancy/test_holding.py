@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.tenancy._estate import ACME, BORG, one_fleet
+from tests.tenancy._tenant_services import ACME, BORG, one_fleet
 
 from comfyfleet.model.dispatch import Phase, Readiness
 from comfyfleet.model.errors import Fault
@@ -26,7 +26,7 @@ async def test_a_job_whose_database_is_away_is_given_back_once_and_leased_when_i
         await fleet.tenant(BORG, granted=100, pool="second")
         await fleet.worker()
         theirs = await fleet.submit()
-        home = await fleet.estate.homes.of(ACME)
+        home = await fleet.tenant_services.homes.of(ACME)
         assert home is not None
         looks = 0
 
@@ -57,11 +57,11 @@ async def test_a_moment_never_shortens_what_another_hub_has_said(
         await fleet.tenant(granted=100)
         await fleet.worker()
         await fleet.submit()
-        home = await fleet.estate.homes.of(ACME)
+        home = await fleet.tenant_services.homes.of(ACME)
         assert home is not None
 
         async def suspended_meanwhile(*_: object) -> None:
-            elsewhere = Tenants(fleet.central.cabinet, clock, is_shared=True)
+            elsewhere = Tenants(fleet.central.documents, clock, is_shared=True)
             there = await elsewhere.change(ACME, policy.suspended)
             await FairShareSync(fleet.central.shares).keep(there)
             raise Fault("the database is away")
@@ -88,7 +88,7 @@ async def test_what_is_asked_for_while_the_database_is_looked_at_is_not_forgotte
         await fleet.tenant(granted=100)
         await fleet.worker()
         job_id = await fleet.submit()
-        home = await fleet.estate.homes.of(ACME)
+        home = await fleet.tenant_services.homes.of(ACME)
         assert home is not None
 
         async def away(*_: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
-from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
+from tests.tenancy._tenant_services import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.engine.admission import OpenAdmission
 from comfyfleet.model.dispatch import Dispatch, Phase
@@ -40,13 +40,13 @@ async def fleet(clock: ManualClock, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 async def changed(fleet: Fleet, **terms: Any) -> None:
     """As a hub does it: the change is written, and whoever sees to the tenant finds that it is due."""
-    estate, clock = fleet.estate, fleet.clock
+    tenant_services, clock = fleet.tenant_services, fleet.clock
     assert isinstance(clock, ManualClock)
-    tenant = await estate.tenants.change(ACME, lambda found: policy.changed(found, terms))
+    tenant = await tenant_services.tenants.change(ACME, lambda found: policy.changed(found, terms))
     assert tenant.judged_number < tenant.terms_number
-    mine = await claim(fleet.central.cabinet, clock, ACME)
+    mine = await claim(fleet.central.documents, clock, ACME)
     assert mine is not None
-    judge = TermsReview(fleet.central, estate.tenants, fleet.engine.judge.judge_again, clock.advance)
+    judge = TermsReview(fleet.central, tenant_services.tenants, fleet.engine.judge.judge_again, clock.advance)
     tenant = await judge.judge(tenant, mine)
     assert tenant.judged_number == tenant.terms_number
     await mine.give_back()
@@ -107,15 +107,15 @@ async def test_what_runs_goes_on_and_comes_back_with_the_priority_of_the_new_ter
 
 async def test_what_is_sent_late_comes_with_the_priority_of_the_terms_as_they_are_then(fleet: Fleet) -> None:
     job_id = await fleet.submit(priority=50)
-    home = await fleet.estate.homes.of(ACME)
+    home = await fleet.tenant_services.homes.of(ACME)
     assert home is not None
     (entry,) = await home.database.outbox(is_sent=True, after=None, limit=9)
-    await fleet.estate.tenants.change(
+    await fleet.tenant_services.tenants.change(
         ACME, lambda found: policy.changed(found, {"caps": TenantCaps(max_priority=10)})
     )
     job = await home.database.get(job_id)
     assert job is not None
-    tenant = await fleet.estate.tenants.newest(ACME)
+    tenant = await fleet.tenant_services.tenants.newest(ACME)
 
     class Gate:
         async def terms(self, _: Any) -> Any:
@@ -132,7 +132,7 @@ async def test_what_is_sent_late_comes_with_the_priority_of_the_terms_as_they_ar
 
 
 async def test_a_change_that_concerns_no_waiting_job_asks_for_no_look(fleet: Fleet) -> None:
-    tenant = await fleet.estate.tenants.change(
+    tenant = await fleet.tenant_services.tenants.change(
         ACME, lambda found: policy.changed(found, {"name": "Acme", "weight": 3.0, "unrunnable_after": 60.0})
     )
     assert tenant.terms_number == tenant.judged_number == 0
@@ -154,7 +154,7 @@ class _Newest(OpenAdmission):
     """Judges by the terms as they are now."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._tenants = fleet.estate.tenants
+        self._tenants = fleet.tenant_services.tenants
 
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
         return await self._tenants.newest(tenant_id)

@@ -20,7 +20,7 @@ from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.model.webhook import Delivery
 from comfyfleet.policy import tenants as policy
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.claims import CLAIM_S, DRAWER, claim
+from comfyfleet.tenancy.claims import CLAIM_S, COLLECTION, claim
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.port import AccountFrozen, PostingResult, TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
@@ -44,13 +44,13 @@ class Site:
             self.clock,
             lambda url: cast(TenantDatabase, Mortal(open_tenant_database(url), self.deadline)),
         )
-        cabinet = cast(Any, Mortal(self.store.cabinet, self.deadline))
-        self.tenants = Tenants(cabinet, self.clock, is_shared=True)
-        self.keys, self.webhooks = Keys(cabinet, self.clock), Webhooks(cabinet, self.clock)
-        self.deliveries = WebhookOutbox(cabinet)
+        documents = cast(Any, Mortal(self.store.documents, self.deadline))
+        self.tenants = Tenants(documents, self.clock, is_shared=True)
+        self.keys, self.webhooks = Keys(documents, self.clock), Webhooks(documents, self.clock)
+        self.deliveries = WebhookOutbox(documents)
         self.shredded: list[TenantId] = []
         self.erased: list[TenantId] = []
-        self.leaver = TenantDeletion(
+        self.deletion = TenantDeletion(
             self.store,
             TenantDirectory(self.tenants, self.pools),
             self.keys,
@@ -72,9 +72,9 @@ class Site:
     async def settle(self) -> LedgerDriver:
         """Two tenants who have something of everything, and no open job."""
         database = await self.pools.get("first")
-        teller = await fill(database)
+        driver = await fill(database)
         for hold in await database.open_holds(10.0, 100):
-            await teller.database.end_round(teller.ending(hold, Phase.CANCELLED))
+            await driver.database.end_round(driver.ending(hold, Phase.CANCELLED))
         for tenant in (ACME, BORG):
             await self.tenants.create(Tenant(tenant, "first", 1.0))
             await self.keys.create(Role.TENANT, tenant=tenant)
@@ -88,19 +88,22 @@ class Site:
             await self.deliveries.add(
                 Delivery(job, 1, "job", tenant, "https://x", FactKind.COMPLETED, 1, 1.0, 1.0)
             )
-        return teller
+        return driver
 
     async def leave(self) -> None:
         tenant = await self.tenants.newest(ACME)
         assert tenant is not None and tenant.state is TenantState.LEAVING
-        mine = await claim(self.store.cabinet, self.clock, ACME)
+        mine = await claim(self.store.documents, self.clock, ACME)
         assert mine is not None
-        await self.leaver.leave(tenant, mine)
-        await self.leaver.forget(ACME)
+        await self.deletion.leave(tenant, mine)
+        await self.deletion.forget(ACME)
 
     async def documents(self) -> dict[str, int]:
-        cabinet = self.store.cabinet
-        return {drawer: len(await cabinet.listing(drawer)) for drawer in await cabinet.drawers()}
+        documents = self.store.documents
+        return {
+            collection: len(await documents.listing(collection))
+            for collection in await documents.collections()
+        }
 
 
 def going(tenant: Tenant) -> Tenant:
@@ -157,26 +160,26 @@ async def test_a_tenant_of_the_same_name_begins_anew(tmp_path: Path) -> None:
     await site.tenants.change(ACME, going)
     await site.leave()
     database = await site.pools.get("first")
-    await database.begin_book(ACME)
-    teller = LedgerDriver(database, "new")
+    await database.create_account(ACME)
+    driver = LedgerDriver(database, "new")
     assert (await database.account(ACME)).balance == 0
-    await teller.grant(5)
-    await teller.submit(5)
-    await teller.check()
+    await driver.grant(5)
+    await driver.submit(5)
+    await driver.check()
     assert [each.number for each in await database.statement(ACME, after=0, limit=9)] == [1, 2]
-    assert (await site.documents()).get(DRAWER) is None
+    assert (await site.documents()).get(COLLECTION) is None
     await site.pools.close()
 
 
 async def test_open_jobs_are_waited_for_and_what_cannot_end_now_is_gone_on_with_later(tmp_path: Path) -> None:
     site = Site(tmp_path)
-    teller = await site.settle()
-    hold = await teller.submit(1)
+    driver = await site.settle()
+    hold = await driver.submit(1)
     await site.tenants.change(ACME, going)
     with pytest.raises(Fault, match="gone on with later"):
         await site.leave()
-    assert await teller.is_open(hold.hold_id), "nothing is erased while a job goes on"
-    await teller.end(hold, Phase.CANCELLED)
+    assert await driver.is_open(hold.hold_id), "nothing is erased while a job goes on"
+    await driver.end(hold, Phase.CANCELLED)
     await site.clock.advance(CLAIM_S)
     await site.leave()
     assert await site.tenants.newest(ACME) is None
@@ -188,11 +191,11 @@ async def test_a_tenant_that_is_deleted_on_its_way_to_another_pool_can_still_set
 ) -> None:
     """Whoever moved it has closed its book, and an open job is refunded in a book that is open."""
     site = Site(tmp_path)
-    teller = await site.settle()
-    hold = await teller.submit(1)
+    driver = await site.settle()
+    hold = await driver.submit(1)
     await site.tenants.change(ACME, lambda tenant: policy.moving(tenant, "second", 2.0))
     for pool in ("first", "second"):
-        assert await (await site.pools.get(pool)).close_book(ACME, 1)
+        assert await (await site.pools.get(pool)).freeze_account(ACME, 1)
     await site.tenants.change(ACME, going)
     refunded: list[PostingResult] = []
 
@@ -200,10 +203,10 @@ async def test_a_tenant_that_is_deleted_on_its_way_to_another_pool_can_still_set
         await site.clock.advance(seconds)
         if not refunded:
             with contextlib.suppress(AccountFrozen):
-                refunded.append((await teller.end(hold, Phase.CANCELLED)).outcome)
-                await teller.check()
+                refunded.append((await driver.end(hold, Phase.CANCELLED)).outcome)
+                await driver.check()
 
-    site.leaver._sleep = relay
+    site.deletion._sleep = relay
     await site.leave()
     assert refunded == [PostingResult.DONE]
     assert await site.tenants.newest(ACME) is None

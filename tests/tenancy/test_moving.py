@@ -16,8 +16,8 @@ import pytest
 from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._databases import tenant_schema
-from tests.tenancy._estate import Fleet
 from tests.tenancy._mortal import Deadline, Killed, Mortal
+from tests.tenancy._tenant_services import Fleet
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -33,7 +33,7 @@ from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database import open_tenant_database, tenant_export
-from comfyfleet.tenancy.database.encrypted import sealed_database
+from comfyfleet.tenancy.database.encrypted import encrypted_database
 from comfyfleet.tenancy.database.executor import for_postgres
 from comfyfleet.tenancy.database.port import PARTS, AccountFrozen, Row, TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
@@ -51,21 +51,21 @@ class Site:
     ) -> None:
         self.clock = ManualClock()
         self.deadline = Deadline()
-        self.cabinet = MemoryStore(self.clock).cabinet
+        self.documents = MemoryStore(self.clock).documents
         self.pools = TenantDatabases(
             urls,
             self.clock,
             lambda url: cast(TenantDatabase, Mortal(open_database(url), self.deadline)),
         )
-        mortal = cast(Any, Mortal(self.cabinet, self.deadline))
+        mortal = cast(Any, Mortal(self.documents, self.deadline))
         self.tenants = Tenants(mortal, self.clock, is_shared=True)
-        self.mover = TenantRelocation(self.tenants, self.pools, self.clock.advance)
+        self.relocation = TenantRelocation(self.tenants, self.pools, self.clock.advance)
 
     async def database(self, name: str) -> TenantDatabase:
         return await self.pools.get(name)
 
     async def claimed(self, tenant: TenantId = ACME) -> Claim:
-        found = await claim(self.cabinet, self.clock, tenant)
+        found = await claim(self.documents, self.clock, tenant)
         assert found is not None
         return found
 
@@ -79,9 +79,9 @@ class Site:
         tenant = await self.tenants.newest(ACME)
         assert tenant is not None
         if tenant.state is TenantState.MOVING:
-            tenant = await self.mover.move(tenant, mine)
+            tenant = await self.relocation.move(tenant, mine)
         if tenant.moved_from is not None:
-            tenant = await self.mover.tidy(tenant, mine)
+            tenant = await self.relocation.tidy(tenant, mine)
         await mine.give_back()
         return tenant
 
@@ -101,20 +101,20 @@ async def site(
 
 async def fill(database: TenantDatabase) -> LedgerDriver:
     """Something of every kind, and another tenant beside it."""
-    teller = LedgerDriver(database)
+    driver = LedgerDriver(database)
     for tenant in (BORG, ACME):
-        await database.begin_book(tenant)
-        await teller.grant(1_000, tenant, "given")
-        ended = await teller.submit(80, tenant)
+        await database.create_account(tenant)
+        await driver.grant(1_000, tenant, "given")
+        ended = await driver.submit(80, tenant)
         run = RunEntry(
             ended.hold_id, tenant, WorkflowHash("h"), "comfyui", "completed", 3.0, WorkerId("gpu"), 1, 9, 30
         )
-        ending = msgspec.structs.replace(teller.ending(ended, Phase.COMPLETED, 30), run=run)
+        ending = msgspec.structs.replace(driver.ending(ended, Phase.COMPLETED, 30), run=run)
         await database.end_round(ending)
-        failed = await teller.submit(10, tenant)
-        await teller.end(failed, Phase.FAILED)
-        await teller.retry(failed)
-        running = await teller.submit(7, tenant)
+        failed = await driver.submit(10, tenant)
+        await driver.end(failed, Phase.FAILED)
+        await driver.retry(failed)
+        running = await driver.submit(7, tenant)
         await database.mark_sent(running.hold_id)
         await database.stage(running.hold_id, "attempt/1", JobResult({"1": {}}), 4.0)
         said = FailureText(Failure(FailureKind.NODE_ERROR, "it broke"), {"message": "it broke"})
@@ -124,9 +124,9 @@ async def fill(database: TenantDatabase) -> LedgerDriver:
             await database.grant(pending, None)
         await database.void(tenant, "pending 1")
         await database.adjust(accounting.posting_of(accounting.adjust("fix", tenant, -5, 2.0, "ж\u2028")))
-        for drawer in ("files", "other"):
-            await database.cabinet(tenant).put(drawer, "name", b"\x00body", version=0)
-    return teller
+        for collection in ("files", "other"):
+            await database.documents(tenant).put(collection, "name", b"\x00body", version=0)
+    return driver
 
 
 async def everything(database: TenantDatabase, tenant: TenantId = ACME) -> dict[str, list[Row]]:
@@ -151,7 +151,7 @@ async def test_a_tenant_moves_with_everything_of_its_own_and_goes_on_there(urls:
         await fill(first)
         before, neighbour = await everything(first), await everything(first, BORG)
         assert all(before.values()), "there is something of every kind"
-        book = await first.book(ACME)
+        ledger = await first.ledger(ACME)
         await here.begin()
         moved = await here.go_on()
         assert (moved.pool, moved.state, moved.moving_to, moved.moved_from) == (
@@ -161,22 +161,22 @@ async def test_a_tenant_moves_with_everything_of_its_own_and_goes_on_there(urls:
             None,
         )
         assert await everything(second) == before
-        assert await second.book(ACME) == book and accounting.problems(book) == []
+        assert await second.ledger(ACME) == ledger and accounting.problems(ledger) == []
         assert not any((await everything(first)).values())
         assert await everything(first, BORG) == neighbour
         # Work goes on where it is now …
-        teller = LedgerDriver(second, "later")
+        driver = LedgerDriver(second, "later")
         for hold in await second.open_holds(10.0, 9):
-            await teller.end(hold, Phase.COMPLETED, 1)
-        await teller.submit(5)
-        await teller.check()
+            await driver.end(hold, Phase.COMPLETED, 1)
+        await driver.submit(5)
+        await driver.check()
         numbers = [each.number for each in await second.statement(ACME, after=0, limit=100)]
         assert numbers == list(range(1, len(numbers) + 1))
         # … and nothing that comes late is written where it was.
         with pytest.raises(AccountFrozen):
             await LedgerDriver(first, "late").submit(0)
         with pytest.raises(AccountFrozen):
-            await first.cabinet(ACME).put("files", "late", b"", version=0)
+            await first.documents(ACME).put("files", "late", b"", version=0)
         await here.begin("first")
         assert (await here.go_on()).pool == "first"
         await LedgerDriver(first).check()
@@ -223,7 +223,7 @@ async def killed_again_and_again(here: Site, is_before: bool, stride: int) -> in
 
 async def test_what_is_sealed_moves_as_it_is_and_opens_there(urls: Urls) -> None:
     keyring = Keyring(MemoryDocumentStore(), ManualClock(), lambda: MasterKeys({"k1": b"1" * 32}, "k1"))
-    async with site(urls, lambda url: sealed_database(open_tenant_database(url), keyring)) as here:
+    async with site(urls, lambda url: encrypted_database(open_tenant_database(url), keyring)) as here:
         await fill(await here.database("first"))
         source, target = await here.database("first"), await here.database("second")
         jobs = await source.listing(tenant=ACME, phase=None, limit=9, after=None)
@@ -242,16 +242,16 @@ async def test_once_a_book_is_closed_nothing_is_written_whoever_was_on_his_way(u
     for each in others:
         await each.open()
     database = others.pop()
-    await database.begin_book(ACME)
+    await database.create_account(ACME)
     running = await LedgerDriver(database, "running").submit(0)
     refused = []
 
     async def write(other: TenantDatabase, name: str) -> None:
-        teller, number = LedgerDriver(other, name), itertools.count()
+        driver, number = LedgerDriver(other, name), itertools.count()
         steps: list[Callable[[], Awaitable[object]]] = [
-            lambda: teller.submit(0),
-            lambda: teller.grant(1),
-            lambda: other.cabinet(ACME).put("files", f"{name} {next(number)}", b"", version=0),
+            lambda: driver.submit(0),
+            lambda: driver.grant(1),
+            lambda: other.documents(ACME).put("files", f"{name} {next(number)}", b"", version=0),
             lambda: other.stage(running.hold_id, f"{name} {next(number)}", JobResult(), 1.0),
             lambda: other.grant(
                 accounting.grant(f"{name} {next(number)}", ACME, 1, 1.0, is_pending=True), None
@@ -269,11 +269,11 @@ async def test_once_a_book_is_closed_nothing_is_written_whoever_was_on_his_way(u
             group.create_task(write(each, f"writer {number}"))
         while len(await database.statement(ACME, after=0, limit=50)) < 20:
             await asyncio.sleep(0)
-        assert await database.close_book(ACME, 1)
+        assert await database.freeze_account(ACME, 1)
         closed = await everything(database)
     assert len(refused) == len(others)
     assert await everything(database) == closed
-    assert await database.open_book(ACME, 1)
+    assert await database.unfreeze_account(ACME, 1)
     await LedgerDriver(database).check()
     for each in (*others, database):
         await each.close()
@@ -285,11 +285,11 @@ async def test_a_book_is_closed_once_all_who_found_it_open_have_written(
     url = tenant_schema(request.config)
     database = open_tenant_database(url)
     await database.open()
-    await database.begin_book(ACME)
+    await database.create_account(ACME)
     async with await psycopg.AsyncConnection.connect(url) as other:
         await other.execute(for_postgres(tenant_export.LOOK).encode(), {"tenant": ACME})
         await LedgerDriver(database).grant(5)
-        closing = asyncio.ensure_future(database.close_book(ACME, 1))
+        closing = asyncio.ensure_future(database.freeze_account(ACME, 1))
         await asyncio.wait({closing}, timeout=0.5)
         assert not closing.done(), "whoever looked has not written yet"
         await other.rollback()
@@ -305,7 +305,7 @@ async def test_what_is_not_the_same_on_the_other_side_is_not_switched_to(tmp_pat
         await here.begin()
         # What somebody left there long ago is in the way, and is cleared away.
         target = await here.database("second")
-        await target.close_book(ACME, 1)
+        await target.freeze_account(ACME, 1)
         stale = before["postings"][0]
         await target.take_rows(ACME, 1, "postings", [(*stale[:3], 999_999, *stale[4:])])
         assert (await here.go_on()).pool == "second"
@@ -339,21 +339,21 @@ async def test_two_names_of_one_database_are_not_copied_and_nothing_is_erased(tm
 async def test_a_tenant_is_called_back_before_it_has_arrived(tmp_path: Path) -> None:
     urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
     async with site(urls) as here:
-        teller = await fill(await here.database("first"))
+        driver = await fill(await here.database("first"))
         await here.begin()
         here.deadline.left = 12
         with pytest.raises(Killed):
             await here.go_on()
         here.deadline.left = None
         with pytest.raises(AccountFrozen):
-            await teller.submit(1)
+            await driver.submit(1)
         await here.clock.advance(CLAIM_S)
         await here.begin("first")
         back = await here.go_on()
         assert (back.pool, back.state, back.moved_from) == ("first", "active", None)
         assert not any((await everything(await here.database("second"))).values())
-        await teller.submit(1)
-        await teller.check()
+        await driver.submit(1)
+        await driver.check()
 
 
 async def test_of_two_that_move_the_same_tenant_the_older_changes_nothing(tmp_path: Path) -> None:
@@ -362,18 +362,18 @@ async def test_of_two_that_move_the_same_tenant_the_older_changes_nothing(tmp_pa
         await fill(await here.database("first"))
         tenant = await here.begin()
         older = await here.claimed()
-        assert await claim(here.cabinet, here.clock, ACME) is None, "it is claimed"
+        assert await claim(here.documents, here.clock, ACME) is None, "it is claimed"
         await here.clock.advance(CLAIM_S)
         newer = await here.claimed()
         target = await here.database("second")
-        assert await target.close_book(ACME, newer.fence)
-        assert not await target.close_book(ACME, older.fence)
+        assert await target.freeze_account(ACME, newer.fence)
+        assert not await target.freeze_account(ACME, older.fence)
         assert not await target.take_rows(ACME, older.fence, "jobs", [])
-        assert not await target.open_book(ACME, older.fence)
+        assert not await target.unfreeze_account(ACME, older.fence)
         assert await target.erase(ACME, older.fence, 9) is None
         with pytest.raises(Exception, match="another hub has taken up"):
-            await here.mover.move(tenant, older)
-        await here.mover.move(tenant, newer)
+            await here.relocation.move(tenant, older)
+        await here.relocation.move(tenant, newer)
         with pytest.raises(Refusal) as refused:
             await here.tenants.change(ACME, lambda found: policy.arrived(found, tenant, is_copied=True))
         assert refused.value.code is RefusalCode.WRONG_PHASE
@@ -432,15 +432,17 @@ async def hubs(tmp_path: Path) -> AsyncIterator[tuple[Fleet, Fleet]]:
 
 
 async def move(here: Fleet, there: Fleet, *, is_tidied: bool) -> None:
-    old = await there.estate.tenants.newest(ACME)
-    mine = await claim(here.central.cabinet, here.clock, ACME)
+    old = await there.tenant_services.tenants.newest(ACME)
+    mine = await claim(here.central.documents, here.clock, ACME)
     assert mine is not None and old is not None
-    mover = TenantRelocation(here.estate.tenants, here.estate.pools, cast(ManualClock, here.clock).advance)
-    gone = await here.estate.tenants.change(ACME, lambda found: policy.moving(found, "second", 1.0))
-    moved = await mover.move(gone, mine)
+    relocation = TenantRelocation(
+        here.tenant_services.tenants, here.tenant_services.pools, cast(ManualClock, here.clock).advance
+    )
+    gone = await here.tenant_services.tenants.change(ACME, lambda found: policy.moving(found, "second", 1.0))
+    moved = await relocation.move(gone, mine)
     if is_tidied:
-        await mover.tidy(moved, mine)
-    there.estate.tenants._remember(ACME, old)
+        await relocation.tidy(moved, mine)
+    there.tenant_services.tenants._remember(ACME, old)
 
 
 @pytest.mark.parametrize("is_tidied", [False, True])
@@ -465,14 +467,14 @@ async def test_a_result_is_not_left_where_its_tenant_lived(
     here, there = hubs
     job_id = await here.submit()
     leased = await there.take()
-    old = await there.estate.homes.of(ACME)
+    old = await there.tenant_services.homes.of(ACME)
     await move(here, there, is_tidied=True)
 
     async def lived(_: TenantId) -> TenantLocation | None:
         return old
 
     with monkeypatch.context() as patched:
-        patched.setattr(there.estate.homes, "of", lived)
+        patched.setattr(there.tenant_services.homes, "of", lived)
         with pytest.raises(Fault, match="has just moved to pool 'second'"):
             await there.complete(leased)
     await there.complete(leased)

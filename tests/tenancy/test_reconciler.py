@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.tenancy._estate import ACME, Fleet, one_fleet
+from tests.tenancy._tenant_services import ACME, Fleet, one_fleet
 
 from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Phase, Write
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -36,11 +36,11 @@ async def fleet(clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 async def found(fleet: Fleet, *, is_dry: bool = False) -> list[FindingKind]:
-    return [each.kind for each in await fleet.estate.reconciler.reconcile(is_dry=is_dry)]
+    return [each.kind for each in await fleet.tenant_services.reconciler.reconcile(is_dry=is_dry)]
 
 
 async def database(fleet: Fleet) -> TenantDatabase:
-    home = await fleet.estate.homes.of(ACME)
+    home = await fleet.tenant_services.homes.of(ACME)
     assert home is not None
     return home.database
 
@@ -64,7 +64,7 @@ async def cancel_apart(fleet: Fleet, job_id: JobId) -> None:
 async def forget(fleet: Fleet, job_id: JobId) -> None:
     """As a store does that comes back without its newest writes."""
     assert isinstance(fleet.central, MemoryStore)
-    fleet.central._kept.forget(fleet.central._kept.entries[job_id])
+    fleet.central._state.forget(fleet.central._state.entries[job_id])
 
 
 async def test_nothing_is_found_where_nothing_is_wrong(fleet: Fleet) -> None:
@@ -203,7 +203,7 @@ async def test_a_pool_that_this_hub_does_not_have_is_not_said_to_agree(
     fleet: Fleet, clock: ManualClock, tmp_path: Path
 ) -> None:
     async with Fleet(fleet.central, clock, {"second": f"sqlite:///{tmp_path}/second.db"}, seed=1) as other:
-        seen = await other.estate.reconciler.reconcile(is_dry=True)
+        seen = await other.tenant_services.reconciler.reconcile(is_dry=True)
     assert [(each.kind, each.tenant) for each in seen] == [(FindingKind.UNSEEN, ACME)]
     assert "add it to [pools]" in seen[0].message and not seen[0].kind.mends_itself
 

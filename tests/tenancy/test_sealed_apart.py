@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
+from tests.tenancy._tenant_services import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
 from comfyfleet.stores.crypto.keyring import KEEP_S, Keyring, MasterKeys, WrappedKey
 from comfyfleet.stores.factory import DATA_KEYS
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database.encrypted import sealed_database
+from comfyfleet.tenancy.database.encrypted import encrypted_database
 from comfyfleet.testing.time import ManualClock
 
 MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")
@@ -28,8 +28,10 @@ def clock() -> ManualClock:
 @pytest.fixture
 async def fleet(clock: ManualClock, tmp_path: Path) -> AsyncIterator[Fleet]:
     store = MemoryStore(clock)
-    keyring = Keyring(store.cabinet, clock, lambda: MASTERS)
-    async with one_fleet(store, clock, tmp_path, around=lambda each: sealed_database(each, keyring)) as fleet:
+    keyring = Keyring(store.documents, clock, lambda: MASTERS)
+    async with one_fleet(
+        store, clock, tmp_path, around=lambda each: encrypted_database(each, keyring)
+    ) as fleet:
         for tenant in (ACME, BORG):
             await fleet.tenant(tenant, granted=100)
         yield fleet
@@ -37,12 +39,12 @@ async def fleet(clock: ManualClock, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 async def damage(fleet: Fleet, clock: ManualClock, tenant: TenantId) -> None:
     """The key of its payloads does not open any more, and nobody has it in memory."""
-    cabinet = fleet.central.cabinet
-    for document in await cabinet.listing(DATA_KEYS):
+    documents = fleet.central.documents
+    for document in await documents.listing(DATA_KEYS):
         if document.name.startswith(f"{tenant}/"):
             kept = msgspec.json.decode(document.body, type=WrappedKey)
             broken = msgspec.structs.replace(kept, wrapped=b"x" * len(kept.wrapped))
-            await cabinet.put(DATA_KEYS, document.name, msgspec.json.encode(broken), version=None)
+            await documents.put(DATA_KEYS, document.name, msgspec.json.encode(broken), version=None)
     await clock.advance(KEEP_S)
 
 
@@ -53,7 +55,7 @@ async def test_a_pool_is_not_away_because_one_tenants_key_does_not_open(
     await damage(fleet, clock, ACME)
     with pytest.raises(Fault, match="does not open"):
         await fleet.engine.get(job_id)
-    assert not fleet.estate.pools.is_away("first")
+    assert not fleet.tenant_services.pools.is_away("first")
     await fleet.submit(BORG)
     await fleet.check(BORG)
 

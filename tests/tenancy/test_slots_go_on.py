@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
-from tests.tenancy._estate import ACME, BORG, Fleet
+from tests.tenancy._tenant_services import ACME, BORG, Fleet
 from tests.worker._scripted import quick
 
 from comfyfleet.engine.system import SystemClock

@@ -35,24 +35,24 @@ async def test_two_submits_of_80_against_100_from_two_processes_one_is_accepted(
         database = open_tenant_database(url)
         await database.open()
         stack.push_async_callback(database.close)
-        teller = LedgerDriver(database, "grant")
+        driver = LedgerDriver(database, "grant")
         tenants = [TenantId(f"tenant-{number:03d}") for number in range(TIMES)]
         for tenant in tenants:
-            await teller.grant(100, tenant)
+            await driver.grant(100, tenant)
         for tenant in tenants:
             for each in spenders:
                 each.spend(tenant, 80)
             assert sorted([await each.answer() for each in spenders]) == ["done", "short"]
             assert await database.account(tenant) == Account(tenant, 100, 80)
-        await teller.check(*tenants)
+        await driver.check(*tenants)
 
 
 async def test_a_process_that_is_killed_while_it_spends_leaves_a_book_that_is_right(url: str) -> None:
     tenant = TenantId("acme")
     database = open_tenant_database(url)
     await database.open()
-    teller = LedgerDriver(database, "grant")
-    await teller.grant(100_000, tenant)
+    driver = LedgerDriver(database, "grant")
+    await driver.grant(100_000, tenant)
     accepted = 0
     for answers in (1, 7, 20):
         async with spender("_spender", url) as killed:
@@ -63,10 +63,10 @@ async def test_a_process_that_is_killed_while_it_spends_leaves_a_book_that_is_ri
                 assert await killed.answer() == "done"
             killed.kill()
         accepted += answers
-        await teller.check(tenant)
-        book = await database.book(tenant)
-        assert len(book.holds) >= accepted, "what was answered is there"
-        accepted = len(book.holds)
+        await driver.check(tenant)
+        ledger = await database.ledger(tenant)
+        assert len(ledger.holds) >= accepted, "what was answered is there"
+        accepted = len(ledger.holds)
         # One more may have been on its way to the server when its process died.
         sent = await database.outbox(is_sent=False, after=None, limit=1000)
         assert len(sent) >= min(accepted, 1000)

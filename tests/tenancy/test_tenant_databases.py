@@ -34,9 +34,9 @@ SPOILS = [
 async def keep_a_book(connect: Connect) -> None:
     database = connect()
     await database.open()
-    teller = LedgerDriver(database)
-    await teller.grant(100)
-    await teller.end(await teller.submit(80), Phase.COMPLETED, 30)
+    driver = LedgerDriver(database)
+    await driver.grant(100)
+    await driver.end(await driver.submit(80), Phase.COMPLETED, 30)
     await database.close()
 
 

@@ -40,14 +40,14 @@ def suspended(tenant: Tenant) -> Tenant:
 async def test_a_tenant_that_another_hub_made_is_never_taken_for_one_nobody_made(
     store: MemoryStore, clock: ManualClock
 ) -> None:
-    here, there = (Tenants(store.cabinet, clock, is_shared=True) for _ in range(2))
+    here, there = (Tenants(store.documents, clock, is_shared=True) for _ in range(2))
     assert await here.get(ACME) is None
     made = await there.create(Tenant(ACME, "first", 1.0))
     assert await here.get(ACME) == made
 
 
 async def test_a_change_at_another_hub_is_seen_after_a_moment(store: MemoryStore, clock: ManualClock) -> None:
-    here, there = (Tenants(store.cabinet, clock, is_shared=True) for _ in range(2))
+    here, there = (Tenants(store.documents, clock, is_shared=True) for _ in range(2))
     await there.create(Tenant(ACME, "first", 1.0))
     await here.get(ACME)
     changed = await there.change(ACME, suspended)
@@ -59,7 +59,7 @@ async def test_a_change_at_another_hub_is_seen_after_a_moment(store: MemoryStore
 async def test_a_name_is_taken_once_and_the_default_tenant_is_not_set_up(
     store: MemoryStore, clock: ManualClock
 ) -> None:
-    tenants = Tenants(store.cabinet, clock, is_shared=False)
+    tenants = Tenants(store.documents, clock, is_shared=False)
     await tenants.create(Tenant(ACME, "first", 1.0))
     for name in (ACME, DEFAULT_TENANT):
         with pytest.raises(Refusal):
@@ -70,7 +70,7 @@ async def test_a_name_is_taken_once_and_the_default_tenant_is_not_set_up(
 async def test_a_tenant_that_is_gone_is_not_there_to_be_changed(
     store: MemoryStore, clock: ManualClock
 ) -> None:
-    tenants = Tenants(store.cabinet, clock, is_shared=False)
+    tenants = Tenants(store.documents, clock, is_shared=False)
     await tenants.create(Tenant(ACME, "first", 1.0))
     await tenants.remove(ACME)
     assert await tenants.get(ACME) is None
@@ -114,7 +114,7 @@ async def test_a_pool_that_nobody_needs_is_not_made(
     pools = TenantDatabases(
         {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("a", "b")}, clock, open_tenant_database
     )
-    homes = TenantDirectory(Tenants(store.cabinet, clock, is_shared=False), pools)
+    homes = TenantDirectory(Tenants(store.documents, clock, is_shared=False), pools)
     await homes.open()
     assert await pools.opened() == []
     await homes.tenants.create(Tenant(ACME, "b", 1.0))
@@ -138,12 +138,12 @@ async def test_documents_of_a_database_that_does_not_answer_are_given_up_too(
     monkeypatch.setattr(pools_module, "ANSWER_S", 0.05)
     never = asyncio.Event()
 
-    async def stand_still(self: object, drawer: str, name: str) -> None:
+    async def stand_still(self: object, collection: str, name: str) -> None:
         await never.wait()
 
     monkeypatch.setattr(TenantDocumentStore, "get", stand_still)
     pools = TenantDatabases({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_tenant_database)
-    documents = (await pools.get("first")).cabinet(ACME)
+    documents = (await pools.get("first")).documents(ACME)
     async with asyncio.timeout(60):
         with pytest.raises(Fault, match="did not answer"):
             await documents.get("files", "one")

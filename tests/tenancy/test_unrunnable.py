@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
-from tests.tenancy._estate import ACME, Fleet, one_fleet
+from tests.tenancy._tenant_services import ACME, Fleet, one_fleet
 
 from comfyfleet.hub.tenants.maintenance import UnrunnableJobTimeout
 from comfyfleet.model.dispatch import Phase
@@ -39,7 +39,9 @@ async def fleet(clock: ManualClock, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 def looking(fleet: Fleet) -> UnrunnableJobTimeout:
     """As a hub that has just been started."""
-    return UnrunnableJobTimeout(fleet.engine, fleet.estate.tenants, fleet.central.cabinet, fleet.clock)
+    return UnrunnableJobTimeout(
+        fleet.engine, fleet.tenant_services.tenants, fleet.central.documents, fleet.clock
+    )
 
 
 async def phase(fleet: Fleet, job_id: JobId) -> Phase:
@@ -95,7 +97,7 @@ async def test_a_tenant_has_a_term_of_its_own_and_the_default_one_goes_by_the_hu
 ) -> None:
     async with one_fleet(MemoryStore(clock), clock, tmp_path, unrunnable_after=2 * HOUR) as fleet:
         await fleet.tenant(granted=100)
-        await fleet.estate.tenants.change(
+        await fleet.tenant_services.tenants.change(
             ACME, lambda found: policy.changed(found, {"unrunnable_after": HOUR})
         )
         its, nobodys = await fleet.submit(), await fleet.submit(DEFAULT_TENANT)

@@ -14,7 +14,7 @@ from comfyfleet.wire.openapi import body_table, document, page, problem_table
 from comfyfleet.wire.problems import KINDS, answer_to, refusal_in
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES
-from comfyfleet.wire.status_names import StatusDialect, spell, understood
+from comfyfleet.wire.status_names import StatusDialect, parse_status, status_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def test_the_page_of_the_protocol_is_the_table() -> None:
     assert body_table(ROUTES) in text
     for phase in (Phase.QUEUED, Phase.LEASED):
         row = " | ".join(
-            spell(phase, face)
+            status_name(phase, face)
             for face in (StatusDialect.REST, StatusDialect.POOL, StatusDialect.SOCKET, StatusDialect.BROKER)
         )
         assert f"| {row} |" in text
@@ -77,7 +77,7 @@ def test_a_time_to_wait_that_is_none_is_left_out(said: object) -> None:
 
 def test_statuses_are_understood_from_every_face() -> None:
     for face, phase in itertools.product(StatusDialect, Phase):
-        assert understood(spell(phase, face)) is phase
+        assert parse_status(status_name(phase, face)) is phase
 
 
 def test_the_document_names_every_door_and_no_schema_is_missing() -> None:

@@ -116,12 +116,12 @@ class Attempt:
         self.connector = connector
         self.prompt_id = prompt_id_of(job.attempt_id)
         self.reports: list[ProgressReport] = []
-        self._news = asyncio.Event()
+        self._progress = asyncio.Event()
         self.task: asyncio.Task[JobResult] = asyncio.create_task(connector.process_job(job, self._hear))
 
     def _hear(self, report: ProgressReport) -> None:
         self.reports.append(report)
-        self._news.set()
+        self._progress.set()
 
     def of(self, kind: ProgressKind) -> list[ProgressReport]:
         return [report for report in self.reports if report.kind is kind]
@@ -131,9 +131,9 @@ class Attempt:
             while len(self.of(kind)) < count:
                 if self.task.done():
                     raise AssertionError(f"the attempt ended before it reported {kind}: {self.task}")
-                self._news.clear()
+                self._progress.clear()
                 await asyncio.wait(
-                    {self.task, asyncio.ensure_future(self._news.wait())},
+                    {self.task, asyncio.ensure_future(self._progress.wait())},
                     return_when=asyncio.FIRST_COMPLETED,
                 )
 

@@ -26,7 +26,7 @@ from comfyfleet.worker.connectors.comfyui import ComfyUI, prompt_state
 from comfyfleet.worker.connectors.comfyui.api import Unreachable
 from comfyfleet.worker.connectors.comfyui.listener import Message
 from comfyfleet.worker.connectors.comfyui.outputs import MAX_FILES, read_entry
-from comfyfleet.worker.connectors.comfyui.prompt_state import is_deadly
+from comfyfleet.worker.connectors.comfyui.prompt_state import is_poison
 from comfyfleet.worker.connectors.comfyui.tracker import MAX_NODES_HEARD, RunTracker
 
 MEGABYTE = 1 << 20
@@ -132,8 +132,8 @@ async def test_an_endless_queue_ends_the_attempt_and_the_use_of_the_server() -> 
     ],
 )
 def test_a_huge_prompt_of_somebody_else_is_not_looked_through(graph: dict[str, Any]) -> None:
-    assert is_deadly(dict(list(graph.items())[:MAX_NODES])) is isinstance(graph["0"], dict)
-    assert not is_deadly(graph), (
+    assert is_poison(dict(list(graph.items())[:MAX_NODES])) is isinstance(graph["0"], dict)
+    assert not is_poison(graph), (
         "a server may say that a million nodes run, and it is asked every few seconds"
     )
 
@@ -145,7 +145,7 @@ async def test_a_large_queue_is_looked_through_beside_the_loop(monkeypatch: pyte
         where.append(threading.get_ident())
         return False
 
-    monkeypatch.setattr(prompt_state, "is_deadly", noted)
+    monkeypatch.setattr(prompt_state, "is_poison", noted)
     monkeypatch.setattr(prompt_state, "LARGE_BODY", 100)
     async with server_and_connector() as (_, connector):
         await connector._api.submit(slow(steps=400), "foreign", "somebody", 5.0)
@@ -290,8 +290,8 @@ def test_what_is_heard_of_one_run_is_bounded() -> None:
         )
     assert len(tracker.timings) <= MAX_NODES_HEARD
     output = Message("executed", "p", {"node": "1", "output": {"text": ["x"]}}, size=600)
-    assert any(news.kind is ProgressKind.OUTPUT for news in tracker.hear(output, 0.0, 0.0))
-    assert not any(news.kind is ProgressKind.OUTPUT for news in tracker.hear(output, 0.0, 0.0))
+    assert any(progress.kind is ProgressKind.OUTPUT for progress in tracker.hear(output, 0.0, 0.0))
+    assert not any(progress.kind is ProgressKind.OUTPUT for progress in tracker.hear(output, 0.0, 0.0))
 
 
 async def test_an_agent_says_why_such_a_server_is_offline() -> None:

@@ -81,22 +81,22 @@ async def test_a_worker_thread_that_dies_in_a_run_is_noticed() -> None:
 class Careless(ComfyUI):
     """Sends what kills the execution thread of a real server, past all checks."""
 
-    deadly: ClassVar[dict[str, Any]] = {}
+    poison_workflows: ClassVar[dict[str, Any]] = {}
 
     async def _submit(
         self, run: PromptExecution, graph: dict[str, Any], accept_s: float | None
     ) -> AcceptedPrompt:
-        return await super()._submit(run, {**graph, **self.deadly}, accept_s)
+        return await super()._submit(run, {**graph, **self.poison_workflows}, accept_s)
 
 
 class NoInputs(Careless):
-    deadly: ClassVar[dict[str, Any]] = {"9": {"class_type": "EmptyImage"}}
+    poison_workflows: ClassVar[dict[str, Any]] = {"9": {"class_type": "EmptyImage"}}
 
 
 class LooksLikeALink(Careless):
     """As recorded in 18d: `execution_start`, `execution_cached`, and nothing more."""
 
-    deadly: ClassVar[dict[str, Any]] = {
+    poison_workflows: ClassVar[dict[str, Any]] = {
         "9": {"class_type": "PreviewAny", "inputs": {"source": {"__value__": ["a", 1]}}}
     }
 

@@ -30,7 +30,9 @@ HASH = WorkflowHash("h")
 def hear(tracker: RunTracker, at: float, kind: str, **data: Any) -> dict[str, Any]:
     message = parse_text(json.dumps({"type": kind, "data": {"prompt_id": "p", **data}}))
     assert message is not None
-    progress = [news for news in tracker.hear(message, at, at) if news.kind is ProgressKind.PROGRESS]
+    progress = [
+        progress for progress in tracker.hear(message, at, at) if progress.kind is ProgressKind.PROGRESS
+    ]
     return progress[-1].data if progress else {}
 
 
@@ -56,8 +58,8 @@ def test_a_step_is_told_in_words() -> None:
 def test_what_a_node_says_of_itself_stands_until_the_next_node() -> None:
     tracker = started()
     hear(tracker, 1.0, "executing", node="3")
-    (news,) = tracker.hear(Message("text", "p", {"node": "3", "text": "asking the service"}), 1.0, 1.0)
-    assert news.data["message"] == "asking the service"
+    (progress,) = tracker.hear(Message("text", "p", {"node": "3", "text": "asking the service"}), 1.0, 1.0)
+    assert progress.data["message"] == "asking the service"
     assert hear(tracker, 2.0, "progress", node="3", value=3, max=8)["message"] == "asking the service"
     assert hear(tracker, 3.0, "executing", node="8")["message"] == "VAEDecode"
 
@@ -70,10 +72,10 @@ def test_a_recorded_run_is_told_in_words_and_its_percentage_never_goes_back() ->
     heard = [message for message in map(parse_text, frames("03")) if message is not None]
     prompt_id = next(message.prompt_id for message in heard if message.prompt_id)
     tracker = RunTracker(graph, "http://x")
-    news: list[TrackedProgress] = []
+    progress: list[TrackedProgress] = []
     for at, message in enumerate(each for each in heard if each.prompt_id == prompt_id):
-        news += tracker.hear(message, float(at), float(at))
-    told = [each.data for each in news if each.kind is ProgressKind.PROGRESS]
+        progress += tracker.hear(message, float(at), float(at))
+    told = [each.data for each in progress if each.kind is ProgressKind.PROGRESS]
     steps = [each["message"] for each in told if "step" in each.get("message", "")]
     assert steps[0].startswith("LabSlow: step 1 of ")
     percentages = [each["percentage"] for each in told]

@@ -37,10 +37,10 @@ def play(
     name: str, prompt_id: str, included: tuple[str, ...] = ()
 ) -> tuple[RunTracker, list[TrackedProgress]]:
     tracker = RunTracker(graph_of(name, prompt_id), "http://s:1", included)
-    news: list[TrackedProgress] = []
+    progress: list[TrackedProgress] = []
     for index, message in enumerate(messages(name, prompt_id)):
-        news += tracker.hear(message, float(index), 1000.0 + index)
-    return tracker, news
+        progress += tracker.hear(message, float(index), 1000.0 + index)
+    return tracker, progress
 
 
 FIELD_NAMES = st.sampled_from(
@@ -51,17 +51,17 @@ FIRST = "6fc72a79-7f8b-4a4f-83eb-faf681a7cb2c"
 
 
 def test_the_plain_run_is_told_from_start_to_end() -> None:
-    tracker, news = play("01", FIRST)
+    tracker, progress = play("01", FIRST)
     assert tracker.is_end_told
     result = tracker.outcome()
     assert isinstance(result, JobResult)
     (file,) = result.files
     assert file.url == "http://s:1/view?filename=run_00001_.png&subfolder=demo&type=output"
-    assert news[0].kind is ProgressKind.STARTED
+    assert progress[0].kind is ProgressKind.STARTED
     assert [timing.node_id for timing in result.timings] == ["1", "2", "3"]
     assert all(timing.seconds > 0 for timing in result.timings)
     assert result.timings[0].started_at > 1000
-    last = [entry for entry in news if entry.kind is ProgressKind.PROGRESS][-1]
+    last = [entry for entry in progress if entry.kind is ProgressKind.PROGRESS][-1]
     assert (last.data["nodes_done"], last.data["percentage"]) == (3, 100.0)
 
 
@@ -102,8 +102,8 @@ def test_what_was_not_told_has_no_outcome() -> None:
     ],
 )
 def test_every_kind_of_file_is_found(prompt_id: str, kind: str, filename: str) -> None:
-    _, news = play("14", prompt_id)
-    (output,) = [entry for entry in news if entry.kind is ProgressKind.OUTPUT]
+    _, progress = play("14", prompt_id)
+    (output,) = [entry for entry in progress if entry.kind is ProgressKind.OUTPUT]
     assert [(file["kind"], file["filename"]) for file in output.data["files"]] == [(kind, filename)]
 
 
@@ -136,14 +136,18 @@ def test_a_batch_gives_several_files() -> None:
 
 
 def test_an_expansion_is_timed_under_the_node_it_came_from() -> None:
-    tracker, news = play("14", "o-exp")
+    tracker, progress = play("14", "o-exp")
     assert {timing.node_id for timing in tracker.timings} == {"1", "2"}
-    assert {entry.data["node"] for entry in news if entry.kind is ProgressKind.PROGRESS} <= {"1", "2", None}
+    assert {entry.data["node"] for entry in progress if entry.kind is ProgressKind.PROGRESS} <= {
+        "1",
+        "2",
+        None,
+    }
 
 
 def test_an_expansion_is_included_by_the_name_of_the_node_it_came_from() -> None:
-    _, news = play("14", "o-exp", included=("1",))
-    assert [entry.data["node"] for entry in news if entry.kind is ProgressKind.OUTPUT] == ["1.0.0.2"]
+    _, progress = play("14", "o-exp", included=("1",))
+    assert [entry.data["node"] for entry in progress if entry.kind is ProgressKind.OUTPUT] == ["1.0.0.2"]
 
 
 def test_a_run_that_never_told_its_cached_nodes_is_stuck_at_its_start() -> None:
@@ -218,8 +222,8 @@ KINDS = st.sampled_from(
 def test_no_message_whatever_its_content_upsets_a_run(heard: list[tuple[str, dict[str, Any]]]) -> None:
     tracker = RunTracker(graph_of("01", FIRST), "http://s")
     for index, (kind, data) in enumerate(heard):
-        for news in tracker.hear(Message(kind, "p", data), float(index), float(index)):
-            assert 0 <= news.data.get("percentage", 0) <= 100
+        for progress in tracker.hear(Message(kind, "p", data), float(index), float(index)):
+            assert 0 <= progress.data.get("percentage", 0) <= 100
     tracker.outcome()
     assert all(timing.seconds >= 0 for timing in tracker.timings)
 

@@ -66,7 +66,7 @@ def test_an_address_that_cannot_be_reached_is_refused(url: str) -> None:
 
 
 @asynccontextmanager
-async def gate(fake: FakeComfyUI) -> AsyncIterator[int]:
+async def admission_control(fake: FakeComfyUI) -> AsyncIterator[int]:
     """A proxy in front of the fake: a path prefix, a password, a key in a header. Gives its port."""
 
     async def forward(request: web.Request) -> web.StreamResponse:
@@ -120,7 +120,7 @@ async def _forward_socket(request: web.Request, target: str) -> web.WebSocketRes
 
 
 async def test_a_server_behind_a_prefix_a_password_and_a_key_is_reached() -> None:
-    async with FakeComfyUI() as fake, gate(fake) as port:
+    async with FakeComfyUI() as fake, admission_control(fake) as port:
         url = f"http://me:p%40ss@127.0.0.1:{port}/comfy/"
         async with ComfyUI(url, tuned(headers={"X-Key": "k"})) as connector:
             attempt = Attempt(connector, leased(slow()))
@@ -149,7 +149,7 @@ async def test_what_speaks_no_http_is_no_server_and_hears_our_credentials_from_n
 async def test_a_gate_that_does_not_let_us_in_is_told_at_once() -> None:
     async with (
         FakeComfyUI() as fake,
-        gate(fake) as port,
+        admission_control(fake) as port,
         ComfyUI(f"http://127.0.0.1:{port}/comfy", tuned(listen_s=0.05)) as connector,
     ):
         assert not await connector.check_health()

@@ -30,11 +30,11 @@ class SlowApi(ScriptedApi):
     def __init__(self) -> None:
         super().__init__()
         self.beats: asyncio.Queue[list[LeaseRef]] = asyncio.Queue()
-        self.gate = asyncio.Event()
+        self.admission_control = asyncio.Event()
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         self.beats.put_nowait(list(refs))
-        await self.gate.wait()
+        await self.admission_control.wait()
         return HeartbeatReply(60.0, tuple(refs))
 
 
@@ -47,16 +47,16 @@ async def test_a_beat_that_falls_due_during_another_is_not_forgotten() -> None:
     first, second = Held("first"), Held("second")
     try:
         async with asyncio.timeout(60):
-            api.gate.set()
+            api.admission_control.set()
             heart.add(first)
             assert await api.beats.get() == [first.ref]
             await asyncio.sleep(0)
-            api.gate.clear()
+            api.admission_control.clear()
             heart.add(second)
             assert await api.beats.get() == [second.ref], "the receipt of a new lease alone"
             # The beat that all leases live by falls due while this one is still on its way.
             heart._ring()
-            api.gate.set()
+            api.admission_control.set()
         async with asyncio.timeout(60):
             assert set(await api.beats.get()) == {first.ref, second.ref}
     finally:

@@ -35,7 +35,7 @@ from comfyfleet.cli.settings import ResolvedSettings, masked, proxies_of
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.files.local import LocalFileStore
-from comfyfleet.files.record_store import CabinetOf
+from comfyfleet.files.record_store import DocumentsOf
 from comfyfleet.files.s3 import S3FileStore
 from comfyfleet.files.s3_storage import S3Bucket, S3Credentials, StorageRefused
 from comfyfleet.hub.app import Hub
@@ -47,7 +47,7 @@ from comfyfleet.model.errors import ComfyFleetError, Fault, to_install
 from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.rules import DAY_S
 from comfyfleet.ports import Clock, DocumentStore, FileStore, Store
-from comfyfleet.stores.factory import open_store, refuse_if_sealed, risk_of
+from comfyfleet.stores.factory import open_store, refuse_if_encrypted, risk_of
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import DEFAULT_POOL
 from comfyfleet.tenancy.keys import KEY_PREFIX
@@ -62,26 +62,29 @@ _LOG = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_assets(
-    resolved: ResolvedSettings, cabinet: DocumentStore, clock: Clock, cabinet_of: CabinetOf | None = None
+    resolved: ResolvedSettings,
+    documents: DocumentStore,
+    clock: Clock,
+    documents_of: DocumentsOf | None = None,
 ) -> AsyncIterator[FileStore]:
-    """`cabinet_of`: where the records of each tenant's files lie; unless said, all in `cabinet`."""
+    """`documents_of`: where the records of each tenant's files lie; unless said, all in `documents`."""
     keep_s = resolved.retention().files_days * DAY_S
     tenant_bytes = resolved.limits().max_tenant_file_bytes
     if resolved.values.assets is None:
         folder = resolved.data / "files"
         yield LocalFileStore(
-            folder, cabinet, clock, keep_s=keep_s, cabinet_of=cabinet_of, tenant_bytes=tenant_bytes
+            folder, documents, clock, keep_s=keep_s, documents_of=documents_of, tenant_bytes=tenant_bytes
         )
         return
     bucket, prefix, credentials = storage(resolved)
     async with S3FileStore(
         bucket,
         credentials,
-        cabinet,
+        documents,
         clock,
         prefix=prefix,
         keep_s=keep_s,
-        cabinet_of=cabinet_of,
+        documents_of=documents_of,
         tenant_bytes=tenant_bytes,
     ) as assets:
         try:
@@ -161,14 +164,14 @@ def key_mistakes(resolved: ResolvedSettings) -> list[CommandFailed]:
     return []
 
 
-def keyring_of(resolved: ResolvedSettings, cabinet: DocumentStore, clock: Clock) -> Keyring | None:
+def keyring_of(resolved: ResolvedSettings, documents: DocumentStore, clock: Clock) -> Keyring | None:
     masters = master_keys(resolved)
     if masters is None:
         return None
     from comfyfleet.stores.crypto.keyring import Keyring
 
     _warn_if_others_can_read(resolved.encryption().key_file)
-    return Keyring(cabinet, clock, masters, renew_s=resolved.encryption().data_key_days * 86400)
+    return Keyring(documents, clock, masters, renew_s=resolved.encryption().data_key_days * 86400)
 
 
 def _warn_if_others_can_read(key_file: str) -> None:
@@ -177,28 +180,28 @@ def _warn_if_others_can_read(key_file: str) -> None:
         _LOG.warning("other users of this machine can read the master keys in %s: chmod 600", key_file)
 
 
-def sealed_by(keyring: Keyring | None, store: Store) -> Store:
+def encrypted_by(keyring: Keyring | None, store: Store) -> Store:
     if keyring is None:
         return store
-    from comfyfleet.stores.crypto.store import sealed_store
+    from comfyfleet.stores.crypto.store import encrypted_store
 
-    return sealed_store(store, keyring)
+    return encrypted_store(store, keyring)
 
 
-def sealing_by(keyring: Keyring | None) -> Callable[[TenantDatabase], TenantDatabase] | None:
+def database_encryption(keyring: Keyring | None) -> Callable[[TenantDatabase], TenantDatabase] | None:
     """What is put round a tenants' database."""
     if keyring is None:
         return None
-    from comfyfleet.tenancy.database.encrypted import sealed_database
+    from comfyfleet.tenancy.database.encrypted import encrypted_database
 
-    return lambda database: sealed_database(database, keyring)
+    return lambda database: encrypted_database(database, keyring)
 
 
-def sealing_of(resolved: ResolvedSettings) -> Callable[[Store, Clock], Store] | None:
+def worker_encryption(resolved: ResolvedSettings) -> Callable[[Store, Clock], Store] | None:
     """For a worker that opens its store by itself."""
     if master_keys(resolved) is None:
         return None
-    return lambda store, clock: sealed_by(keyring_of(resolved, store.cabinet, clock), store)
+    return lambda store, clock: encrypted_by(keyring_of(resolved, store.documents, clock), store)
 
 
 @asynccontextmanager
@@ -207,7 +210,7 @@ async def attended(
 ) -> AsyncIterator[None]:
     """Meanwhile new master keys are heard of and data keys wrapped anew. Without keys, a sealed store is refused."""
     if keyring is None:
-        await refuse_if_sealed(store.cabinet)
+        await refuse_if_encrypted(store.documents)
         yield
         return
     looking = asyncio.get_running_loop().create_task(_attend(keyring, every_s), name="master keys")
@@ -276,7 +279,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 @asynccontextmanager
-async def open_house(resolved: ResolvedSettings) -> AsyncIterator[RunningHub]:
+async def run_hub(resolved: ResolvedSettings) -> AsyncIterator[RunningHub]:
     """Inside it the hub answers. What wants to stay in its data folder does so."""
     _take_files()
     settings = resolved.values
@@ -286,37 +289,37 @@ async def open_house(resolved: ResolvedSettings) -> AsyncIterator[RunningHub]:
     await asyncio.to_thread(tighten_data_folder, resolved.data)
     clock = SystemClock()
     plain = open_store(settings.store or embedded_store(resolved.data), clock)
-    keyring = keyring_of(resolved, plain.cabinet, clock)
-    store = sealed_by(keyring, plain)
-    estate = TenantServices(
-        store, clock, pool_urls(resolved), around=sealing_by(keyring), retention=resolved.retention()
+    keyring = keyring_of(resolved, plain.documents, clock)
+    store = encrypted_by(keyring, plain)
+    tenant_services = TenantServices(
+        store, clock, pool_urls(resolved), around=database_encryption(keyring), retention=resolved.retention()
     )
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(estate.close)
-        engine = Engine(estate.store, rules=resolved.rules(), clock=clock)
+        stack.push_async_callback(tenant_services.close)
+        engine = Engine(tenant_services.store, rules=resolved.rules(), clock=clock)
         await stack.enter_async_context(engine)
         if risk := risk_of(plain):
             _LOG.warning("%s", risk)
         await stack.enter_async_context(attended(keyring, store))
         assets = await stack.enter_async_context(
-            open_assets(resolved, store.cabinet, engine.clock, estate.cabinet_of)
+            open_assets(resolved, store.documents, engine.clock, tenant_services.documents_of)
         )
         hub = Hub(
             engine,
-            store.cabinet,
+            store.documents,
             engine.clock,
             limits=resolved.limits(),
             is_open=settings.open,
             legacy_websocket=settings.legacy_websocket,
             assets=assets,
             guard=UrlGuard(resolved.allowed()),
-            estate=estate,
+            tenant_services=tenant_services,
             shred=None if keyring is None else keyring.shred,
             retention=resolved.retention(),
             proxies=proxies_of(resolved),
         )
         # Behind the hub, which has told the engine of tenants' terms: what a relay brings in is placed by them.
-        await stack.enter_async_context(estate.kept(engine.admit))
+        await stack.enter_async_context(tenant_services.kept(engine.admit))
         key, is_new = await _owners_key(hub, known)
         async with HubServer(hub, serving_settings) as serving:
             url = _near_url(serving, settings.host)
@@ -415,30 +418,33 @@ def _near_url(serving: HubServer, host: str) -> str:
     return f"{scheme}://{near}:{serving.port}"
 
 
-def greet(house: RunningHub, resolved: ResolvedSettings) -> None:
+def greet(running_hub: RunningHub, resolved: ResolvedSettings) -> None:
     """Where to go next. The key is shown the first time only, and only to somebody who sits at a terminal: what goes
     anywhere else is kept by whoever keeps logs."""
     settings = resolved.values
-    echo(f"The hub answers at {house.url}")
-    if settings.ws_port is not None and house.serving.ws_port is not None:
-        echo(f"  and on port {house.serving.ws_port}")
+    echo(f"The hub answers at {running_hub.url}")
+    if settings.ws_port is not None and running_hub.serving.ws_port is not None:
+        echo(f"  and on port {running_hub.serving.ws_port}")
     echo(f"  keeps its jobs in {masked('store', settings.store) or resolved.data}")
     if settings.assets is not None:
         echo(f"  keeps its files in {masked('assets', settings.assets)}")
     if settings.open:
         echo("  asks nobody on this machine for a key")
-    elif house.is_key_new and sys.stdout.isatty():
-        echo(f"  admin key, shown this once: {house.key}")
-        echo(f"    it is in {house.key_file} too, which nobody else can read")
+    elif running_hub.is_key_new and sys.stdout.isatty():
+        echo(f"  admin key, shown this once: {running_hub.key}")
+        echo(f"    it is in {running_hub.key_file} too, which nobody else can read")
     else:
-        echo(f"  admin key: in {house.key_file}, which nobody else can read")
-    echo(f"  status page: {house.url}/" + ("" if settings.open else " (any user name, the key as password)"))
+        echo(f"  admin key: in {running_hub.key_file}, which nobody else can read")
+    echo(
+        f"  status page: {running_hub.url}/"
+        + ("" if settings.open else " (any user name, the key as password)")
+    )
     if not is_loopback(settings.host) and settings.certificate is None:
         echo(
             "Warning: keys travel unencrypted to other machines: give --certificate, or put a proxy with TLS in front",
             err=True,
         )
-    if house.is_key_new:
+    if running_hub.is_key_new:
         echo("Next, in another terminal of this machine (it finds the hub and the key by itself):")
         # Named by a flag, the folder is unknown to whoever does not name it too.
         more = f" --data {shlex.quote(str(resolved.data))}" if "flag" in resolved.origin("data").place else ""

@@ -118,7 +118,7 @@ async def _play(
     import asyncio
     import contextlib
 
-    from comfyfleet.cli.bootstrap import as_called, open_house
+    from comfyfleet.cli.bootstrap import as_called, run_hub
     from comfyfleet.cli.demo_fleet import CARDS, faults_of, settings_of, stories
     from comfyfleet.client.client import FleetClient
     from comfyfleet.engine.system import SystemClock
@@ -134,25 +134,25 @@ async def _play(
             faults = faults_of(card, _DOWN_S * time_scale)
             fake = FakeComfyUI(settings_of(card, time_scale, seed), faults=faults)
             fakes[card.id] = await stack.enter_async_context(fake)
-        house = await stack.enter_async_context(open_house(settings))
-        teller = EventDispatcher(house.engine, SystemClock())
-        teller.start()
-        stack.push_async_callback(teller.close)
+        running_hub = await stack.enter_async_context(run_hub(settings))
+        dispatcher = EventDispatcher(running_hub.engine, SystemClock())
+        dispatcher.start()
+        stack.push_async_callback(dispatcher.close)
         agent = AgentSettings(health_interval_s=time_scale, reconnect_grace_s=0.5 * time_scale)
-        agents = PoolAgents(lambda worker, state: _publish(house.engine, worker, state), agent)
+        agents = PoolAgents(lambda worker, state: _publish(running_hub.engine, worker, state), agent)
         stack.push_async_callback(agents.close)
         for name, fake in fakes.items():
-            await agents.add(house.api, Server(fake.url, id=name))
+            await agents.add(running_hub.api, Server(fake.url, id=name))
         await agents.first_verdicts()
-        client = await stack.enter_async_context(FleetClient(house.url))
-        stage = _Stage(client, teller, fakes, report)
-        console.print(f"The hub answers at {house.url}", soft_wrap=True)
+        client = await stack.enter_async_context(FleetClient(running_hub.url))
+        stage = _Stage(client, dispatcher, fakes, report)
+        console.print(f"The hub answers at {running_hub.url}", soft_wrap=True)
         with show:
             # Heard no more before the agents leave: what an interruption takes back is no news.
-            leave = teller.on("*", show.hear, None)
+            leave = dispatcher.on("*", show.hear, None)
             stack.callback(leave)
-            stack.callback(teller.on("*", report.hear, None))
-            teller.on("job:progress", stage.pull_the_plug, None)
+            stack.callback(dispatcher.on("*", report.hear, None))
+            dispatcher.on("job:progress", stage.pull_the_plug, None)
             drawing = asyncio.create_task(show.keep_drawing())
             try:
                 async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as group:
@@ -170,11 +170,13 @@ async def _play(
         if not once and report.is_complete:
             leave()
             console.print(
-                f"\nThe hub runs on at {house.url}: look at it in a browser, or try", soft_wrap=True
+                f"\nThe hub runs on at {running_hub.url}: look at it in a browser, or try", soft_wrap=True
             )
             # Plain, so that a path is not read as markup.
             for next_one in ("submit WORKFLOW.json --watch", "top"):
-                console.print(f"  {as_called()} {next_one} --hub {house.url}", soft_wrap=True, markup=False)
+                console.print(
+                    f"  {as_called()} {next_one} --hub {running_hub.url}", soft_wrap=True, markup=False
+                )
             console.print("Ctrl-C ends it.")
             await asyncio.Event().wait()
 
@@ -201,10 +203,14 @@ class _Stage:
     """Where the stories are played: jobs are submitted, followed, and one server is made to crash."""
 
     def __init__(
-        self, client: FleetClient, teller: EventDispatcher, fakes: dict[str, FakeComfyUI], report: DemoReport
+        self,
+        client: FleetClient,
+        dispatcher: EventDispatcher,
+        fakes: dict[str, FakeComfyUI],
+        report: DemoReport,
     ) -> None:
         self._client = client
-        self._teller = teller
+        self._dispatcher = dispatcher
         self._fakes = fakes
         self._report = report
         self._has_crashed = False
@@ -262,7 +268,7 @@ class _Stage:
         import asyncio
 
         ends = asyncio.Event()
-        stop = self._teller.on("client:unblocked_workflow", lambda _: ends.set(), None)
+        stop = self._dispatcher.on("client:unblocked_workflow", lambda _: ends.set(), None)
         try:
             async with asyncio.timeout(longest_s + 3):
                 while await self._client.blocks():

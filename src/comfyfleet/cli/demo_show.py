@@ -146,7 +146,7 @@ class LiveShow:
         self._is_wide = console.width >= _WIDE
         self._kinds = kinds_by_hash()
         self._rows = {card.id: _Row() for card in CARDS}
-        self._news: deque[Text] = deque(maxlen=_NEWS_LINES)
+        self._progress: deque[Text] = deque(maxlen=_NEWS_LINES)
         self._queued = self._completed = self._retries = 0
         self._total = count_jobs()
         # Drawn by a task of the same loop: no other thread reads what the events change.
@@ -169,7 +169,7 @@ class LiveShow:
     def hear(self, event: PoolEvent) -> None:
         told = self._narrator.line(event)
         if told is not None:
-            self._news.append(Text(told[0], style=told[1], no_wrap=True, overflow="ellipsis"))
+            self._progress.append(Text(told[0], style=told[1], no_wrap=True, overflow="ellipsis"))
         self._queued += event.name == "job:queued"
         self._completed += event.name == "job:completed"
         self._retries += event.name == "job:retrying"
@@ -236,5 +236,5 @@ class LiveShow:
             Text(),
             total,
             Text(),
-            *self._news,
+            *self._progress,
         )

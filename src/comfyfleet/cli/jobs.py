@@ -268,10 +268,10 @@ class StatusParam(StringParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from comfyfleet.model.errors import Refusal
-        from comfyfleet.wire.status_names import spell, understood
+        from comfyfleet.wire.status_names import parse_status, status_name
 
         try:
-            return spell(understood(value))
+            return status_name(parse_status(value))
         except Refusal as error:
             self.fail(error.message, param, ctx)
 

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 _CALLERS_FAULT = (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT)
 _PATIENCE_S = 60.0
-_LOOK_S = 2.0
+_POLL_S = 2.0
 _ENDLESS_S = 10 * 365 * 86_400.0
 _NUMBERS = re.compile(r"\d+(\.\d+)?")
 _WAITS = ("queued", "retrying", "released", "resumed")
-_AT_A_TIME = 50
+_BATCH_SIZE = 50
 """Jobs that are watched together; the others' turn comes when one ends."""
 
 
@@ -110,11 +110,11 @@ async def watch_jobs(
     unsaved: list[Refusal | Fault] = []
     waiting: dict[str, None] = {}
     """Jobs that no worker has; in their order."""
-    gate = asyncio.Semaphore(_AT_A_TIME)
+    admission_control = asyncio.Semaphore(_BATCH_SIZE)
     with _told_at_the_end(saved, is_quiet=as_json), ProgressBar("waiting for a worker") as bar:
 
         async def follow(job_id: str) -> None:
-            async with gate:
+            async with admission_control:
                 waiting[job_id] = None
                 async for update in client.watch(job_id):
                     if previews is not None and update.kind == "preview":
@@ -198,7 +198,7 @@ async def _tell_waits(
     """Says why the first job that waits is given to no worker, once for each reason."""
     before = ""
     while True:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
         job_id = next(iter(waiting), None)
         if job_id is None:
             continue

@@ -150,10 +150,10 @@ def _left_out(path: Path) -> dict[str, str]:
     """What this store tells of and does not hold, in words, by kind."""
     import msgspec
 
-    from comfyfleet.files.record_store import DRAWER as FILES
+    from comfyfleet.files.record_store import COLLECTION as FILES
     from comfyfleet.model.tenant import Tenant
     from comfyfleet.stores.sqlite import maintenance
-    from comfyfleet.tenancy.tenants import DRAWER as TENANTS
+    from comfyfleet.tenancy.tenants import COLLECTION as TENANTS
 
     found: dict[str, str] = {}
     tenants = [msgspec.json.decode(body, type=Tenant) for body in maintenance.read_documents(path, TENANTS)]
@@ -297,7 +297,7 @@ def _tell(moved: MoveProgress, is_dry_run: bool) -> None:
         echo(f"stay   {len(moved.stayed) - _SHOWN} more; --json names them all")
     phases = ", ".join(f"{number} {phase}" for phase, number in moved.by_phase.items())
     verb = "would move" if is_dry_run else "moved"
-    others = ((moved.blocks, "block"), (moved.lessons, "lesson"), (moved.documents, "document"))
+    others = ((moved.blocks, "block"), (moved.workflow_stats, "lesson"), (moved.documents, "document"))
     rest = ", ".join(_number(number, noun) for number, noun in others)
     echo(f"{_number(moved.jobs, 'job')} {verb}{f' ({phases})' if phases else ''}, {rest}")
     if not is_dry_run:
@@ -403,7 +403,7 @@ def _with_keyring(flags: dict[str, Any], work: Callable[[Keyring], Awaitable[T]]
     async def opened() -> T:
         clock = SystemClock()
         store = open_store(resolved.values.store or embedded_store(resolved.data), clock)
-        keyring = keyring_of(resolved, store.cabinet, clock)
+        keyring = keyring_of(resolved, store.documents, clock)
         if keyring is None:
             raise CommandFailed(
                 "there is no master key in the settings: name it in [encryption]", ExitCode.USAGE

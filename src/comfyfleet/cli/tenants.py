@@ -217,7 +217,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-_LOOK_S = 0.3
+_POLL_S = 0.3
 
 
 @group("tenant")
@@ -389,7 +389,7 @@ def move(tenant_id: str, pool: str, no_wait: bool, as_json: bool, **flags: Any) 
     async def moving(client: FleetClient) -> TenantView:
         tenant, told = await client.move_tenant(tenant_id, pool), None
         while tenant.state == "moving" and not no_wait:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             tenant = await client.tenant(tenant_id)
             told = _tell_wait(tenant, told)
         return tenant
@@ -440,7 +440,7 @@ def delete(tenant_id: str, confirm: str | None, no_wait: bool, as_json: bool, **
                 if refusal.code is RefusalCode.NOT_FOUND:
                     return True
                 raise
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return False
 
     is_gone = ask(flags, leaving)

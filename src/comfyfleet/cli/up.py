@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from comfyfleet.pool.servers import PoolAgents
 
 
-_LOOK_S = 10.0
+_POLL_S = 10.0
 """Between two looks for servers on this machine, where none was named."""
 
 
@@ -112,7 +112,7 @@ def ended(signals: Sequence[int]) -> None:
 async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
-    from comfyfleet.cli.bootstrap import greet, open_house
+    from comfyfleet.cli.bootstrap import greet, run_hub
     from comfyfleet.cli.exit_codes import Signals
     from comfyfleet.cli.servers import declared_in, declaring, fakes, journals, named, tell_state
     from comfyfleet.pool.servers import PoolAgents
@@ -124,10 +124,10 @@ async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequenc
     with Signals() as signals:
         async with AsyncExitStack() as stack:
             servers += await fakes(stack, chosen.fake, chosen.name or _machine(), resolved)
-            entered = await signals.before(stack.enter_async_context(open_house(resolved)), 1)
+            entered = await signals.before(stack.enter_async_context(run_hub(resolved)), 1)
             if entered is None:
                 return signals.came
-            (house,) = entered
+            (running_hub,) = entered
             agents = PoolAgents(
                 tell_state,
                 AgentSettings(drain_grace_s=chosen.grace_s),
@@ -135,23 +135,23 @@ async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequenc
                 journals=journals(resolved),
             )
             stack.push_async_callback(agents.close)
-            greet(house, resolved)
+            greet(running_hub, resolved)
             if chosen.fake and not fake_beside_real:
-                await _tell_of_real(house, chosen.servers)
+                await _tell_of_real(running_hub, chosen.servers)
             for server in declaring(servers, declared):
-                await agents.add(house.api, server)
+                await agents.add(running_hub.api, server)
             if servers:
                 await signals.wait()
             else:
-                await signals.before(_keep_looking(house, agents, resolved), 1)
+                await signals.before(_keep_looking(running_hub, agents, resolved), 1)
             if len(agents):
                 echo("draining: what runs may end; once more stops at once")
                 await signals.before(agents.drain(), 2)
     return signals.came
 
 
-async def _tell_of_real(house: RunningHub, named: Sequence[str]) -> None:
-    real = [each.worker_id for each in await house.engine.workers() if not each.capabilities.is_fake]
+async def _tell_of_real(running_hub: RunningHub, named: Sequence[str]) -> None:
+    real = [each.worker_id for each in await running_hub.engine.workers() if not each.capabilities.is_fake]
     if real or named:
         shown = ", ".join([*named, *real][:3])
         echo(
@@ -161,7 +161,7 @@ async def _tell_of_real(house: RunningHub, named: Sequence[str]) -> None:
         )
 
 
-async def _keep_looking(house: RunningHub, agents: PoolAgents, resolved: ResolvedSettings) -> None:
+async def _keep_looking(running_hub: RunningHub, agents: PoolAgents, resolved: ResolvedSettings) -> None:
     import asyncio
 
     from comfyfleet.cli.servers import LOCAL_PORTS, declared_in, declaring, found_here, named
@@ -178,14 +178,14 @@ async def _keep_looking(house: RunningHub, agents: PoolAgents, resolved: Resolve
             (server,) = declaring(named([address], None, resolved.values.slots), declared_in(resolved))
             assert server.id is not None, "named servers have an id"
             if server.id not in agents:
-                await agents.add(house.api, server)
+                await agents.add(running_hub.api, server)
         if is_first and not len(agents):
             echo(
                 f"No ComfyUI answers on ports {LOCAL_PORTS[0]} to {LOCAL_PORTS[-1]} of this machine; one that comes is "
                 "found. Or name one with --server, or try --fake 2"
             )
         is_first = False
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def _machine() -> str:
@@ -234,12 +234,12 @@ def hub_command(config: str | None, **flags: Any) -> None:
 async def _run_hub(resolved: ResolvedSettings) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
-    from comfyfleet.cli.bootstrap import greet, open_house
+    from comfyfleet.cli.bootstrap import greet, run_hub
     from comfyfleet.cli.exit_codes import Signals
 
     with Signals() as signals:
         async with AsyncExitStack() as stack:
-            entered = await signals.before(stack.enter_async_context(open_house(resolved)), 1)
+            entered = await signals.before(stack.enter_async_context(run_hub(resolved)), 1)
             if entered is not None:
                 greet(entered[0], resolved)
                 await signals.wait()

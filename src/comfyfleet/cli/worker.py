@@ -169,7 +169,7 @@ async def _work(
 async def _work_on_store(
     resolved: ResolvedSettings, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
-    from comfyfleet.cli.bootstrap import sealing_of
+    from comfyfleet.cli.bootstrap import worker_encryption
     from comfyfleet.cli.servers import journals, tell_state
     from comfyfleet.pool.servers import StoreWorkers
     from comfyfleet.worker.settings import AgentSettings
@@ -185,7 +185,7 @@ async def _work_on_store(
         agent=agent,
         comfyui=resolved.comfyui(),
         journals=journals(resolved),
-        sealing=sealing_of(resolved),
+        encryption=worker_encryption(resolved),
     )
     # A signal must be heard while a store or a server is still waited for.
     if await signals.before(stack.enter_async_context(workers), 1) is None:

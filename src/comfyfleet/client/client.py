@@ -35,9 +35,9 @@ from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.answers import PayloadBody
 from comfyfleet.wire.problems import refusal_in
 
-_AT_A_TIME = 200
+_BATCH_SIZE = 200
 """Jobs in one request of a batch."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """Between two looks at a job where a hub has no stream of it."""
 
 _NOTHING_LEFT = 204
@@ -139,8 +139,10 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         every = [submission(workflow, options) for workflow in workflows]
         found: list[answers.SubmittedBody | Refusal] = []
         key = idempotency_key or uuid.uuid4().hex
-        for start in range(0, len(every), _AT_A_TIME):
-            part = tuple(msgspec.Raw(msgspec.json.encode(body)) for body in every[start : start + _AT_A_TIME])
+        for start in range(0, len(every), _BATCH_SIZE):
+            part = tuple(
+                msgspec.Raw(msgspec.json.encode(body)) for body in every[start : start + _BATCH_SIZE]
+            )
             try:
                 answer = await self._link.ask(
                     "submit_batch",
@@ -291,7 +293,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
                 )
                 if ended is not None:
                     return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     # change
 

@@ -126,7 +126,7 @@ FileLike = str | Path | bytes
 """The path of a file, or what is in one."""
 
 _UPLOAD_IDLE_S = 120.0
-_AT_A_TIME = 4
+_BATCH_SIZE = 4
 _READ_BYTES_PER_S = 10e6
 """Slower than that no hub reads its storage."""
 
@@ -166,7 +166,7 @@ async def _completed(link: HubConnection, file_id: str, size: int) -> FileView:
 
 async def _put_parts(link: HubConnection, file_id: str, source: FileLike, parts: Sequence[FilePart]) -> None:
     """A few at a time, each with a link of its own. The first that fails ends the others."""
-    free = asyncio.Semaphore(_AT_A_TIME)
+    free = asyncio.Semaphore(_BATCH_SIZE)
 
     async def one(part: FilePart) -> None:
         async with free:

@@ -17,7 +17,7 @@ class AdmissionControl(Protocol):
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
         """None: the tenant has none, and may ask for whatever anybody may."""
 
-    def entering(self, tenant: Tenant, /) -> AbstractAsyncContextManager[None]:
+    def admit(self, tenant: Tenant, /) -> AbstractAsyncContextManager[None]:
         """Around the write of a job that was found to keep to the terms: refuses where too many jobs are open, or came
         in too short a time."""
 
@@ -26,5 +26,5 @@ class OpenAdmission:
     async def terms(self, _: TenantId, /) -> Tenant | None:
         return None
 
-    def entering(self, _: Tenant, /) -> AbstractAsyncContextManager[None]:
+    def admit(self, _: Tenant, /) -> AbstractAsyncContextManager[None]:
         return nullcontext()

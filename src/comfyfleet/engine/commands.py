@@ -30,9 +30,9 @@ _MAX_KEPT = 100
 
 
 class CommandQueue:
-    def __init__(self, context: EngineContext, rounds: Matcher) -> None:
+    def __init__(self, context: EngineContext, matcher: Matcher) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._told: dict[WorkerId, list[Command]] = defaultdict(list)
         self._listening: dict[WorkerId, asyncio.Event] = {}
         self._served: set[WorkerId] = set()
@@ -68,7 +68,7 @@ class CommandQueue:
         if command.action in ("pause", "resume"):
             if command.action == "resume":
                 self._take_back_drain(worker_id)
-            self._rounds.look_again()
+            self._matcher.look_again()
         elif worker_id == EVERY_WORKER:
             for each in tuple(self._served):
                 self.hear(each, command)
@@ -107,26 +107,26 @@ class CommandQueue:
         return tuple(self.take(worker_id))
 
 
-DRAWER = "removed_workers"
+COLLECTION = "removed_workers"
 
 
-async def check(cabinet: DocumentStore, worker_id: WorkerId) -> None:
-    if await cabinet.get(DRAWER, worker_id) is not None:
+async def check(documents: DocumentStore, worker_id: WorkerId) -> None:
+    if await documents.get(COLLECTION, worker_id) is not None:
         raise Refusal(
             RefusalCode.NOT_ALLOWED,
             f"an operator removed worker {worker_id!r}: `comfyfleet workers resume {worker_id}` lets it back",
         )
 
 
-async def keep_out(cabinet: DocumentStore, worker_id: WorkerId, worker: WorkerRecord | None) -> None:
+async def keep_out(documents: DocumentStore, worker_id: WorkerId, worker: WorkerRecord | None) -> None:
     body = msgspec.json.encode(_removed(worker_id, worker))
-    await cabinet.put(DRAWER, worker_id, body, version=None)
+    await documents.put(COLLECTION, worker_id, body, version=None)
 
 
-async def let_back(cabinet: DocumentStore, worker_id: WorkerId) -> WorkerRecord | None:
+async def let_back(documents: DocumentStore, worker_id: WorkerId) -> WorkerRecord | None:
     """As it was when it was removed; it registers by itself. None: it was not kept out."""
-    document = await cabinet.get(DRAWER, worker_id)
-    if document is None or not await cabinet.remove(DRAWER, worker_id):
+    document = await documents.get(COLLECTION, worker_id)
+    if document is None or not await documents.remove(COLLECTION, worker_id):
         return None
     return msgspec.json.decode(document.body, type=WorkerRecord)
 

@@ -41,7 +41,7 @@ def best_effort(what: str) -> Iterator[None]:
         _LOG.exception("could not %s", what)
 
 
-_MAX_LESSONS = 10_000
+_MAX_WORKFLOW_STATS = 10_000
 _LEARN_AGAIN_S = 10.0
 
 
@@ -93,9 +93,9 @@ class EngineContext:
         """Set by whoever tells others of facts: a round of this job is about to be written. It may refuse."""
         self.suspend: Callable[[TenantId], Awaitable[bool]] = _suspend_nobody
         """Set by whoever keeps tenants: nothing more is taken or leased of this one until an operator resumes it."""
-        self.gate: AdmissionControl = OpenAdmission()
+        self.admission_control: AdmissionControl = OpenAdmission()
         """Set by whoever knows of tenants and their terms."""
-        self._lessons: dict[WorkflowHash, WorkflowStats] = {}
+        self._workflow_stats: dict[WorkflowHash, WorkflowStats] = {}
         self._up_to_date: set[WorkflowHash] = set()
         self._learned_at = self.clock.monotonic()
 
@@ -158,7 +158,7 @@ class EngineContext:
 
     def offer(self, worker: WorkerRecord, poll_id: PollId, workflow_hash: WorkflowHash) -> LeaseOffer:
         rules = self.rules
-        expected = expected_s(self.known_lesson(workflow_hash), worker.capabilities.worker_class)
+        expected = expected_s(self.known_workflow_stats(workflow_hash), worker.capabilities.worker_class)
         return LeaseOffer(
             worker.worker_id,
             worker.profile,
@@ -171,35 +171,35 @@ class EngineContext:
 
     # lessons
 
-    async def lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
-        known = self._lessons.get(workflow_hash)
+    async def stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
+        known = self._workflow_stats.get(workflow_hash)
         if self.store.is_shared and self.clock.monotonic() >= self._learned_at + _LEARN_AGAIN_S:
             # Other engines learn too. What is known stays good enough to rank by until it is read again.
             self._up_to_date.clear()
             self._learned_at = self.clock.monotonic()
         if known is None or (self.store.is_shared and workflow_hash not in self._up_to_date):
-            known = await self.store.get_lesson(workflow_hash)
+            known = await self.store.get_workflow_stats(workflow_hash)
             if known is not None:
                 self._remember(known)
         return known
 
-    def known_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
+    def known_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         """What this engine has at hand; good enough to rank by."""
-        return self._lessons.get(workflow_hash)
+        return self._workflow_stats.get(workflow_hash)
 
     async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         """What is known with it, here and at every other engine."""
-        lesson = await self.store.learn(delta)
-        self._remember(lesson)
-        return lesson
+        stats = await self.store.learn(delta)
+        self._remember(stats)
+        return stats
 
-    def _remember(self, lesson: WorkflowStats) -> None:
-        self._lessons.pop(lesson.workflow_hash, None)
-        self._lessons[lesson.workflow_hash] = lesson
-        self._up_to_date.add(lesson.workflow_hash)
-        if len(self._lessons) > _MAX_LESSONS:
-            oldest = next(iter(self._lessons))
-            del self._lessons[oldest]
+    def _remember(self, stats: WorkflowStats) -> None:
+        self._workflow_stats.pop(stats.workflow_hash, None)
+        self._workflow_stats[stats.workflow_hash] = stats
+        self._up_to_date.add(stats.workflow_hash)
+        if len(self._workflow_stats) > _MAX_WORKFLOW_STATS:
+            oldest = next(iter(self._workflow_stats))
+            del self._workflow_stats[oldest]
             self._up_to_date.discard(oldest)
 
 

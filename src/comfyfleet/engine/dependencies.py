@@ -30,7 +30,7 @@ from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
-DRAWER = "dependents"
+COLLECTION = "dependents"
 _COMPLETED = b"completed"
 """What was found of it, if anything, stands behind."""
 _FOUND = msgspec.json.Decoder(dict[int, str])
@@ -39,10 +39,10 @@ _PAGE = 100
 
 class Dependencies:
     def __init__(
-        self, context: EngineContext, rounds: Matcher, verdicts: FailureHandler, inputs: InputFiles
+        self, context: EngineContext, matcher: Matcher, verdicts: FailureHandler, inputs: InputFiles
     ) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._verdicts = verdicts
         self._inputs = inputs
         self._ended: dict[JobId, Dispatch] = {}
@@ -69,7 +69,7 @@ class Dependencies:
         """Before the job is written: from here on, the end of any of those is told."""
         store = self._context.store
         for awaited in after:
-            await store.cabinet.put(DRAWER, _name(awaited, job_id), b"", version=None)
+            await store.documents.put(COLLECTION, _name(awaited, job_id), b"", version=None)
             while (dispatch := await store.load(awaited)) is not None:
                 if dispatch.is_awaited or dispatch.phase.is_final:
                     break
@@ -114,7 +114,7 @@ class Dependencies:
     async def _dependents(self, awaited: JobId) -> AsyncIterator[Document]:
         after, beginning = f"{awaited}/", f"{awaited}/"
         while True:
-            page = await self._context.store.cabinet.listing(DRAWER, after, _PAGE)
+            page = await self._context.store.documents.listing(COLLECTION, after, _PAGE)
             for document in page:
                 if not document.name.startswith(beginning):
                     return
@@ -169,7 +169,7 @@ class Dependencies:
                 continue
             context.publish(written)
             if written.dispatch.stands_in_lane:
-                self._rounds.job_arrived(written.dispatch.class_key)
+                self._matcher.job_arrived(written.dispatch.class_key)
             with best_effort(f"forget what job {job_id} waited for"):
                 await self._forget(after, job_id)
             return True
@@ -182,7 +182,7 @@ class Dependencies:
         if dispatch is not None and dispatch.phase is not Phase.COMPLETED:
             return dispatch.phase, {}
         name = _name(awaited, job.job_id)
-        document = await store.cabinet.get(DRAWER, name)
+        document = await store.documents.get(COLLECTION, name)
         if document is not None and document.body.startswith(_COMPLETED):
             return Phase.COMPLETED, _FOUND.decode(document.body.removeprefix(_COMPLETED) or b"{}")
         if dispatch is None:
@@ -193,12 +193,12 @@ class Dependencies:
             if document is not None:
                 # Completed jobs are not kept for ever, and this one may wait for others for long.
                 body = _COMPLETED + (msgspec.json.encode(found) if found else b"")
-                await store.cabinet.put(DRAWER, name, body, version=document.version)
+                await store.documents.put(COLLECTION, name, body, version=document.version)
         return Phase.COMPLETED, found
 
     async def _forget(self, after: Sequence[JobId], job_id: JobId) -> None:
         for awaited in after:
-            await self._context.store.cabinet.remove(DRAWER, _name(awaited, job_id))
+            await self._context.store.documents.remove(COLLECTION, _name(awaited, job_id))
 
     async def close(self) -> None:
         if self._running is not None:

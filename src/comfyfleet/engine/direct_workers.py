@@ -36,7 +36,7 @@ class DirectWorkers:
     def __init__(self, context: EngineContext, workers: WorkerOperations) -> None:
         self._context = context
         self._workers = workers
-        self._door: DirectWorkerInbox | None = context.store.foreign
+        self._door: DirectWorkerInbox | None = context.store.direct_workers
         self._timer: Timer | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_called_again = False

@@ -93,23 +93,23 @@ class Engine:
             self.rules,
             strategy or SmartFailover(self.rules),
         )
-        self._rounds = Matcher(self._context)
+        self._matcher = Matcher(self._context)
         self._catalogs = NodeCatalogs(self._context)
         self._verdicts = FailureHandler(
-            self._context, self._rounds, RefusalHandler(self._context, self._catalogs)
+            self._context, self._matcher, RefusalHandler(self._context, self._catalogs)
         )
-        self._commands = CommandQueue(self._context, self._rounds)
+        self._commands = CommandQueue(self._context, self._matcher)
         self._missing = MissingRequirements(self._context, self._commands)
         self._workers = WorkerOperations(
-            self._context, self._rounds, self._verdicts, self._commands, self._catalogs
+            self._context, self._matcher, self._verdicts, self._commands, self._catalogs
         )
-        self._operators = OperatorCommands(self._context, self._rounds, self._workers, self._commands)
+        self._operators = OperatorCommands(self._context, self._matcher, self._workers, self._commands)
         self._inputs = InputFiles(self._context)
-        self._dependencies = Dependencies(self._context, self._rounds, self._verdicts, self._inputs)
+        self._dependencies = Dependencies(self._context, self._matcher, self._verdicts, self._inputs)
         self._nodes = EditorConverter(self._context, self._catalogs)
         self._submitting = Submitter(
             self._context,
-            self._rounds,
+            self._matcher,
             self._dependencies,
             self._inputs,
             self._nodes,
@@ -118,21 +118,21 @@ class Engine:
         )
         self._jobs = JobOperations(
             self._context,
-            self._rounds,
+            self._matcher,
             self._commands.tell_to_stop,
             self._dependencies,
             self._inputs,
             self._catalogs,
         )
-        self.judge = WaitingJobReview(self._context, self._rounds, self._verdicts)
+        self.judge = WaitingJobReview(self._context, self._matcher, self._verdicts)
         self._follower = RemoteFactPoller(self._context)
         self._unrunnable = UnrunnableJobs(self._context)
-        self._narrowing = NeedReview(self._context, self._rounds, self._catalogs, self._unrunnable)
-        self._relaying = PeerBus(self._context, self._follower, LatestProgress(self.bus))
-        self._foreign = DirectWorkers(self._context, self._workers)
+        self._narrowing = NeedReview(self._context, self._matcher, self._catalogs, self._unrunnable)
+        self._peer_bus = PeerBus(self._context, self._follower, LatestProgress(self.bus))
+        self._direct_workers = DirectWorkers(self._context, self._workers)
         self._sweeper = Sweeper(
             self._context,
-            self._rounds,
+            self._matcher,
             self._verdicts,
             self._workers,
             self._commands,
@@ -147,10 +147,10 @@ class Engine:
             if self.store.is_shared:
                 await self._context.compare_clocks()
             await self._context.fleet.load()
-            self._relaying.start()
-            rounds = self._rounds
-            self.store.listen(rounds.everything_changed, self._commands.hear, rounds.relearn)
-            await self._foreign.start()
+            self._peer_bus.start()
+            matcher = self._matcher
+            self.store.listen(matcher.everything_changed, self._commands.hear, matcher.relearn)
+            await self._direct_workers.start()
         except BaseException:
             # Nobody else will: its file would stay locked, its connections open. What is not open may refuse to close.
             with suppress(Exception):
@@ -173,10 +173,10 @@ class Engine:
                 self._follower,
                 self._narrowing,
                 self._dependencies,
-                self._relaying,
-                self._foreign,
+                self._peer_bus,
+                self._direct_workers,
                 self._sweeper,
-                self._rounds,
+                self._matcher,
             ):
                 stack.push_async_callback(part.close)
 
@@ -285,11 +285,11 @@ class Engine:
 
     async def newest(self, dispatch: Dispatch) -> ProgressEvent | None:
         """The last progress that was heard of the lease the job is under."""
-        return await self._relaying.newest(dispatch)
+        return await self._peer_bus.newest(dispatch)
 
     def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Hears, best effort, of other engines' workers and of jobs nobody follows here. What it answers ends it."""
-        return self._relaying.elsewhere(listener)
+        return self._peer_bus.elsewhere(listener)
 
     def measured_by(self, wrote: Callable[[WriteResult], None]) -> None:
         """Hears of every write of this engine once it stands, and of no other's."""
@@ -298,13 +298,13 @@ class Engine:
     @property
     def idle_slots(self) -> int:
         """Polls that are parked here."""
-        return self._rounds.idle_slots
+        return self._matcher.idle_slots
 
     async def expected_s(self, workflow_hash: WorkflowHash, worker_id: WorkerId) -> float | None:
         """How long such a workflow takes there, where that was learned."""
         worker = self._context.fleet.workers.get(worker_id)
-        lesson = await self._context.lesson(workflow_hash)
-        return expected_s(lesson, "" if worker is None else worker.capabilities.worker_class)
+        stats = await self._context.stats(workflow_hash)
+        return expected_s(stats, "" if worker is None else worker.capabilities.worker_class)
 
     def announce_to(self, hear: Callable[[Submission, JobId, int], Awaitable[None]]) -> None:
         """`hear` is told of each round of a job before it is written, and may refuse it: what it notes beside the queue
@@ -315,9 +315,9 @@ class Engine:
         """How a tenant is suspended of whose workflows servers die. False: there is nothing to suspend."""
         self._context.suspend = suspend
 
-    def judged_by(self, gate: AdmissionControl) -> None:
+    def judged_by(self, admission_control: AdmissionControl) -> None:
         """Jobs that come in, new or retried by hand, pass this gate."""
-        self._context.gate = gate
+        self._context.admission_control = admission_control
 
     def now(self) -> float:
         """As the store would say, without asking it."""
@@ -343,7 +343,7 @@ class Engine:
         await elsewhere(dispatch)
         await forget(self.store, job_id)
         if job is not None:
-            await forget_uses(self.store.cabinet, job)
+            await forget_uses(self.store.documents, job)
 
     async def pause(self, job_id: JobId) -> None:
         await self._jobs.pause(job_id)
@@ -374,7 +374,7 @@ class Engine:
             failed=by_phase[Phase.FAILED],
             cancelled=by_phase[Phase.CANCELLED],
             workers=sum(not worker.is_offline for worker in self._context.fleet.workers.values()),
-            idle_slots=self._rounds.idle_slots,
+            idle_slots=self._matcher.idle_slots,
             payload_bytes=counts.payload_bytes,
         )
 

@@ -178,11 +178,11 @@ def _estimate_s(
     context: EngineContext, dispatch: Dispatch, able: list[WorkerRecord], position: int | None
 ) -> float | None:
     """Those before it, at what this workflow is known to take, shared by the slots that can run it."""
-    lesson = context.known_lesson(dispatch.workflow_hash)
+    stats = context.known_workflow_stats(dispatch.workflow_hash)
     known: dict[WorkerId, float] = {
         worker.worker_id: seconds
         for worker in able
-        if (seconds := expected_s(lesson, worker.capabilities.worker_class)) is not None
+        if (seconds := expected_s(stats, worker.capabilities.worker_class)) is not None
     }
     slots = sum(worker.slots for worker in able)
     if not known or not slots or position is None:

@@ -33,10 +33,10 @@ from comfyfleet.policy.acceptance import is_refusal
 from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two, when_alone
 from comfyfleet.policy.fair_share import used_s
 from comfyfleet.policy.lifecycle import Transition, cancelled, failed, target
-from comfyfleet.policy.poison_workflows import deaths_lately, failure_of_deadly, refusal_of
+from comfyfleet.policy.poison_workflows import deaths_lately, failure_of_poison, refusal_of
 from comfyfleet.policy.retry import RetryChoice, RetryDecision, after_failure
 from comfyfleet.policy.timers import returned
-from comfyfleet.policy.workflow_stats import no_lesson, of_out_of_memory, with_memory
+from comfyfleet.policy.workflow_stats import no_workflow_stats, of_out_of_memory, with_memory
 
 _MAX_KEPT_OFF = 256
 """So many jobs a sweep looks at; what keeps the others off ends with the cooldown at the latest."""
@@ -51,9 +51,9 @@ async def _nobody_late(_: FailureReport) -> None:
 
 
 class FailureHandler:
-    def __init__(self, context: EngineContext, rounds: Matcher, refusals: RefusalHandler) -> None:
+    def __init__(self, context: EngineContext, matcher: Matcher, refusals: RefusalHandler) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._refusals = refusals
         context.give_back = self.give_back
         self.on_late_death: Callable[[FailureReport], Awaitable[None]] = _nobody_late
@@ -95,13 +95,13 @@ class FailureHandler:
             retry_delay_s=None if job is None else job.payload.retry_delay_s,
         )
         blocks = await self._blocks(dispatch, worker_id, failure, verdict, block, refusing, now)
-        refusing_block = refusal_of(dispatch, verdict.server_deaths, now) if verdict.is_deadly else None
+        refusing_block = refusal_of(dispatch, verdict.server_deaths, now) if verdict.is_poison else None
         if verdict.will_retry:
             placed = await self._placed(dispatch, failure, refusing, now)
             write = self._retry(placed, guard, failure, verdict, tuple(blocks), now)
         else:
             refusals = () if refusing_block is None else (refusing_block,)
-            told = failure if refusing_block is None else failure_of_deadly(failure, dispatch)
+            told = failure if refusing_block is None else failure_of_poison(failure, dispatch)
             write = self._give_up(dispatch, guard, told, verdict, (*blocks, *refusals), now)
         written = await context.store.write(write)
         if written is None:
@@ -122,7 +122,7 @@ class FailureHandler:
         finally:
             # Only now, so that it does not go to the worker it failed on; and now for certain, as nobody else looks.
             if written.dispatch.stands_in_lane:
-                self._rounds.job_arrived(written.dispatch.class_key)
+                self._matcher.job_arrived(written.dispatch.class_key)
         return written.dispatch
 
     async def released(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
@@ -160,7 +160,7 @@ class FailureHandler:
         context.publish(written)
         for block in blocks:
             context.blocked(block, reason)
-        self._rounds.job_arrived(written.dispatch.class_key)
+        self._matcher.job_arrived(written.dispatch.class_key)
         return written.dispatch
 
     async def give_back(self, dispatch: Dispatch) -> None:
@@ -204,7 +204,7 @@ class FailureHandler:
             return None
         context.publish(written)
         if written.dispatch.stands_in_lane:
-            self._rounds.job_arrived(written.dispatch.class_key)
+            self._matcher.job_arrived(written.dispatch.class_key)
         return written.dispatch
 
     def _returned(self, dispatch: Dispatch, now: float) -> Change:
@@ -229,7 +229,7 @@ class FailureHandler:
             pairs = [each.pair for each in kept_off[dispatch.job_id] if each.worker_id in dispatch.failed_on]
             for lifted in await store.lift(pairs):
                 await context.unblocked(lifted, "no other worker can run the job")
-                self._rounds.worker_freed(lifted.worker_id)
+                self._matcher.worker_freed(lifted.worker_id)
 
     async def ended(
         self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None
@@ -438,12 +438,12 @@ class FailureHandler:
     async def _with_more_memory(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
         """Learned for the workflow; this job asks for a bigger card, as long as there is one that could take it."""
         context, workflow_hash = self._context, dispatch.workflow_hash
-        lesson = await context.lesson(workflow_hash) or no_lesson(workflow_hash)
+        stats = await context.stats(workflow_hash) or no_workflow_stats(workflow_hash)
         if failure.vram_gb:
-            lesson = await context.learn(of_out_of_memory(workflow_hash, dispatch.tenant, failure.vram_gb))
+            stats = await context.learn(of_out_of_memory(workflow_hash, dispatch.tenant, failure.vram_gb))
         base = dispatch.relaxed_class or dispatch.class_key
         cls = context.fleet.classes[base]
-        needs = with_memory(cls.requirements, lesson, dispatch.tenant, context.fleet.capabilities())
+        needs = with_memory(cls.requirements, stats, dispatch.tenant, context.fleet.capabilities())
         bigger = msgspec.structs.replace(cls, requirements=needs)
         if bigger == cls or not context.fleet.is_workable(bigger):
             return msgspec.structs.replace(dispatch, class_key=base, relaxed_class=None, relax_at=None)

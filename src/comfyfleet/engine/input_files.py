@@ -19,7 +19,7 @@ from comfyfleet.model.job import Job, Submission
 from comfyfleet.policy.input_files import output_of
 from comfyfleet.ports import DocumentStore
 
-DRAWER = "file_uses"
+COLLECTION = "file_uses"
 _PAGE = 100
 _PAGES = 10
 _YOUNG_S = 3600.0
@@ -86,14 +86,14 @@ class InputFiles:
         now = b"%.0f" % self._context.clock.now()
         for file_id in dict.fromkeys(files):
             if file_id is not None:
-                await self._context.store.cabinet.put(DRAWER, f"{file_id}/{job_id}", now, version=None)
+                await self._context.store.documents.put(COLLECTION, f"{file_id}/{job_id}", now, version=None)
 
     async def is_used(self, file_id: str) -> bool:
         """By a job that is open. Notes of others are put away; where there are very many, the next look goes on."""
         store, beginning = self._context.store, f"{file_id}/"
         after = beginning
         for _ in range(_PAGES):
-            page = await store.cabinet.listing(DRAWER, after, _PAGE)
+            page = await store.documents.listing(COLLECTION, after, _PAGE)
             for document in page:
                 after = document.name
                 if not after.startswith(beginning):
@@ -103,17 +103,17 @@ class InputFiles:
                     return True
                 if dispatch is not None and not dispatch.phase.is_final:
                     return True
-                await store.cabinet.remove(DRAWER, document.name)
+                await store.documents.remove(COLLECTION, document.name)
             if len(page) < _PAGE:
                 return False
         return True
 
 
-async def forget(cabinet: DocumentStore, job: Job) -> None:
+async def forget(documents: DocumentStore, job: Job) -> None:
     """It has completed. One that failed may be tried again: its notes stay for as long as its files do."""
     for file_id in dict.fromkeys(each.file for each in job.payload.inputs):
         if file_id is not None:
-            await cabinet.remove(DRAWER, f"{file_id}/{job.job_id}")
+            await documents.remove(COLLECTION, f"{file_id}/{job.job_id}")
 
 
 def with_files(submission: Submission, files: Mapping[int, str]) -> Submission:

@@ -46,7 +46,7 @@ from comfyfleet.policy.lifecycle import (
     Transition,
     cancelled,
     paused,
-    standing_at,
+    readiness_at,
     target,
 )
 from comfyfleet.policy.poison_workflows import check_refused
@@ -88,14 +88,14 @@ class JobOperations:
     def __init__(
         self,
         context: EngineContext,
-        rounds: Matcher,
+        matcher: Matcher,
         tell_worker: Callable[[Dispatch, Stop], Awaitable[None]],
         dependencies: Dependencies,
         inputs: InputFiles,
         catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._tell_worker = tell_worker
         self._dependencies = dependencies
         self._inputs = inputs
@@ -178,22 +178,22 @@ class JobOperations:
                 phase=view.dispatch.phase.value,
             )
         is_legal = (view.dispatch.phase, Transition.RETRY) in MOVES
-        if is_legal and view.dispatch.is_apart and not self._context.reaches_tenants:
+        if is_legal and view.dispatch.has_tenant_database and not self._context.reaches_tenants:
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
                 f"tenant {view.dispatch.tenant!r} has a database of its own, where the next round would be paid for: "
                 "retry the job at a hub that reaches it",
             )
         check_refused(workflow_hash, submission.tenant, fleet.refused)
-        tenant = await self._context.gate.terms(submission.tenant) if is_legal else None
+        tenant = await self._context.admission_control.terms(submission.tenant) if is_legal else None
         placed = submission if tenant is None else under_terms(submission, tenant)
         ceiling = None if tenant is None else tenant.caps.max_priority
-        lesson = await self._context.lesson(workflow_hash)
+        stats = await self._context.stats(workflow_hash)
         refusing = await self._catalogs.refusing(submission.workflow, submission.variants)
         needs = await self._catalogs.needs_of(submission.workflow, read_needs(submission.workflow))
-        needed = class_of(placed, needs, lesson)
+        needed = class_of(placed, needs, stats)
         cls = where_accepted(self._context, needed, refusing)
-        place = first_place(self._context, cls, lesson, await self._context.store.now())
+        place = first_place(self._context, cls, stats, await self._context.store.now())
         # One that was let go before has what it waited for, though that may be gone by now.
         is_held = view.dispatch.is_held and is_legal
 
@@ -210,7 +210,7 @@ class JobOperations:
             # The limits of the first round are over with it: a deadline that passed would end the new one at once.
             change = Change(
                 phase=phase,
-                standing=standing_at(None, now, is_held),
+                standing=readiness_at(None, now, is_held),
                 is_held=is_held,
                 class_key=fleet.key_of(place.cls),
                 relaxed_class=None if place.later is None else fleet.key_of(place.later),
@@ -250,10 +250,10 @@ class JobOperations:
                 },
             )
 
-        entering: AbstractAsyncContextManager[None] = (
-            nullcontext() if tenant is None else self._context.gate.entering(tenant)
+        admit: AbstractAsyncContextManager[None] = (
+            nullcontext() if tenant is None else self._context.admission_control.admit(tenant)
         )
-        async with entering:
+        async with admit:
             if is_legal:
                 await self._context.announce(submission, job_id, view.dispatch.round + 1)
                 await self._inputs.use((each.file for each in submission.inputs), job_id)
@@ -294,7 +294,7 @@ class JobOperations:
             self._must_wait(dispatch, "resume")
             if dispatch.standing is not Readiness.PAUSED:
                 return None
-            standing = standing_at(dispatch.not_before, now, dispatch.is_held)
+            standing = readiness_at(dispatch.not_before, now, dispatch.is_held)
             placed = msgspec.structs.replace(dispatch, standing=standing)
             change = Change(standing=standing, wake_at=wake_at(placed, now, rules))
             return _write(dispatch, change, FactDraft(FactKind.RESUMED))
@@ -305,7 +305,7 @@ class JobOperations:
         rules = self._context.rules
         check_priority(priority)
         asked = (await self.get(job_id)).job.payload
-        tenant = await self._context.gate.terms(asked.tenant)
+        tenant = await self._context.admission_control.terms(asked.tenant)
         tier = asked.tier + (0 if tenant is None else tenant.tier)
         ceiling = None if tenant is None else tenant.caps.max_priority
 
@@ -381,7 +381,7 @@ class JobOperations:
             if written is not None:
                 self._context.publish(written)
                 if written.dispatch.stands_in_lane:
-                    self._rounds.job_arrived(written.dispatch.class_key)
+                    self._matcher.job_arrived(written.dispatch.class_key)
                 return written.dispatch, written
 
 
@@ -430,7 +430,7 @@ async def ended_job(store: Store, job_id: JobId) -> Dispatch:
             f"cannot delete a job that is {dispatch.phase.value}: cancel it first, and delete it once it has ended",
             phase=dispatch.phase.value,
         )
-    if dispatch.is_apart:
+    if dispatch.has_tenant_database:
         now = await store.now()
         left_s = TOMBSTONE_S if dispatch.settled_at is None else dispatch.settled_at + TOMBSTONE_S - now
         if left_s > 0:

@@ -24,7 +24,7 @@ class LocalSubscription:
     def __init__(self, leave: Callable[[LocalSubscription], None]) -> None:
         self._leave = leave
         self._pending: OrderedDict[int, Event] = OrderedDict()
-        self._news: OrderedDict[int, None] = OrderedDict()
+        self._progress: OrderedDict[int, None] = OrderedDict()
         self._newest: dict[tuple[JobId, ProgressKind], int] = {}
         self._offered = 0
         self._arrived = asyncio.Event()
@@ -39,16 +39,16 @@ class LocalSubscription:
                 if older is not None:
                     self._take(older)
                 self._newest[event.job_id, event.kind] = self._offered
-            if len(self._news) >= MAX_PENDING_NEWS:
-                self._take(next(iter(self._news)))
-            self._news[self._offered] = None
+            if len(self._progress) >= MAX_PENDING_NEWS:
+                self._take(next(iter(self._progress)))
+            self._progress[self._offered] = None
         self._pending[self._offered] = event
         self._arrived.set()
 
     def _take(self, number: int) -> Event:
         event = self._pending.pop(number)
         if isinstance(event, ProgressEvent):
-            del self._news[number]
+            del self._progress[number]
             if event.kind in _REPLACEABLE:
                 del self._newest[event.job_id, event.kind]
         return event

@@ -340,8 +340,8 @@ class Matcher:
         alike: dict[tuple[ProfileKey, WorkerId | None], list[ParkedPoll]] = defaultdict(list)
         for slot in slots.values():
             profile = fleet.workers[slot.worker_id].profile
-            is_apart = self._asks_for_each or slot.worker_id in fleet.with_blocks
-            alike[profile, slot.worker_id if is_apart else None].append(slot)
+            has_tenant_database = self._asks_for_each or slot.worker_id in fleet.with_blocks
+            alike[profile, slot.worker_id if has_tenant_database else None].append(slot)
         groups = list(alike.values())
         seen: dict[JobId, Candidate] = {}
         takers: dict[JobId, tuple[int, ...]] = {}
@@ -410,8 +410,8 @@ class Matcher:
         context, lane = self._context, candidate.lane
         fleet = context.fleet
         cls, worker = fleet.classes[lane.class_key], fleet.workers[slot.worker_id]
-        lesson = context.known_lesson(lane.workflow_hash)
-        seconds = expected_s(lesson, worker.capabilities.worker_class)
+        stats = context.known_workflow_stats(lane.workflow_hash)
+        seconds = expected_s(stats, worker.capabilities.worker_class)
         busy = worker.slots - self._parked_of[worker.worker_id] if slot.load is None else slot.load
         may_overtake = context.rules.affinity_wait_s > 0
         return rank_key(
@@ -430,8 +430,8 @@ class Matcher:
         return turns(seen.values(), self._seconds_of)
 
     def _seconds_of(self, candidate: Candidate) -> float:
-        lesson = self._context.known_lesson(candidate.lane.workflow_hash)
-        return charge_s(expected_s(lesson, ""), self._context.rules)
+        stats = self._context.known_workflow_stats(candidate.lane.workflow_hash)
+        return charge_s(expected_s(stats, ""), self._context.rules)
 
     def _note_overtaken(
         self,
@@ -479,7 +479,7 @@ def _belongs(record: Job | None, dispatch: Dispatch) -> bool:
         record is not None
         and record.job_id == dispatch.job_id
         and record.round == dispatch.round
-        and not dispatch.is_apart
+        and not dispatch.has_tenant_database
     )
 
 

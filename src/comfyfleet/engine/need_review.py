@@ -28,10 +28,10 @@ _TRIES = 3
 
 class NeedReview:
     def __init__(
-        self, context: EngineContext, rounds: Matcher, catalogs: NodeCatalogs, unrunnable: UnrunnableJobs
+        self, context: EngineContext, matcher: Matcher, catalogs: NodeCatalogs, unrunnable: UnrunnableJobs
     ) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._catalogs = catalogs
         self._unrunnable = unrunnable
         self._known: frozenset[str] = frozenset()
@@ -90,7 +90,7 @@ class NeedReview:
             if (written := await store.write(write)) is not None:
                 self._context.publish(written)
                 if written.dispatch.stands_in_lane:
-                    self._rounds.job_arrived(written.dispatch.class_key)
+                    self._matcher.job_arrived(written.dispatch.class_key)
                 return
 
     async def _classes(self, dispatch: Dispatch, job: Job) -> dict[str, Any]:

@@ -41,8 +41,8 @@ from comfyfleet.policy.acceptance import Differences, Graph, first_objection, ob
 from comfyfleet.policy.feasibility import admits
 from comfyfleet.ports import DocumentStore
 
-DRAWER = "nodes"
-SHARED_DRAWER = "catalogs"
+COLLECTION = "nodes"
+SHARED_COLLECTION = "catalogs"
 MAX_PARTS = 32
 _PART_BYTES = 60 * 1024
 _MAX_BYTES = 16 * 1024 * 1024
@@ -87,7 +87,9 @@ class NodeCatalogs:
     async def _is_kept(self, signature: str) -> bool:
         """What is at hand here may have been forgotten at another engine, with the last worker that had it there."""
         store = self._context.store
-        return not store.is_shared or await store.cabinet.get(SHARED_DRAWER, f"{signature}/0") is not None
+        return (
+            not store.is_shared or await store.documents.get(SHARED_COLLECTION, f"{signature}/0") is not None
+        )
 
     async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
         """Takes the place of what this worker told before. What others with the same signature told stays."""
@@ -95,7 +97,7 @@ class NodeCatalogs:
         signature = None if worker is None else signature_of(worker)
         if signature is None or not nodes.signatures:
             packed = await asyncio.to_thread(_pack, worker_id, nodes.definitions)
-            await self._keep(DRAWER, worker_id, packed)
+            await self._keep(COLLECTION, worker_id, packed)
             return
         if signature in self._at_hand and await self._is_kept(signature):
             return
@@ -106,12 +108,12 @@ class NodeCatalogs:
                 RefusalCode.INVALID_REQUEST,
                 f"what {worker_id!r} tells of its nodes has the signature {found}, and it declared {signature}",
             )
-        await self._keep(SHARED_DRAWER, signature, packed)
+        await self._keep(SHARED_COLLECTION, signature, packed)
         self._remember(signature, parts)
 
     async def forget(self, worker_id: WorkerId) -> None:
         """The worker is removed; a catalog that no other one needs goes with it."""
-        await _remove(self._context.store.cabinet, DRAWER, worker_id)
+        await _remove(self._context.store.documents, COLLECTION, worker_id)
         worker = self._context.fleet.workers.get(worker_id)
         if worker is not None:
             await self._drop(signature_of(worker), worker_id)
@@ -126,7 +128,7 @@ class NodeCatalogs:
         others = {signature_of(worker) for worker in workers if worker.worker_id != worker_id}
         if signature is not None and signature not in others:
             self._at_hand.pop(signature, None)
-            await _remove(self._context.store.cabinet, SHARED_DRAWER, signature)
+            await _remove(self._context.store.documents, SHARED_COLLECTION, signature)
 
     # what is known
 
@@ -136,7 +138,7 @@ class NodeCatalogs:
             now = self._context.clock.now()
             if now < self._missed_at.get(signature, float("-inf")) + _LOOK_AGAIN_S:
                 return None
-            packed = await self._read(SHARED_DRAWER, signature)
+            packed = await self._read(SHARED_COLLECTION, signature)
             parts = None if packed is None else await asyncio.to_thread(_unpack_shared, packed)
             if parts is None:
                 self._missed_at = {**self._missed_at, signature: now} if len(self._missed_at) < 1000 else {}
@@ -149,7 +151,7 @@ class NodeCatalogs:
         signature = signature_of(worker)
         if signature is not None and (catalog := await self.get(signature)) is not None:
             return catalog.definitions
-        packed = await self._read(DRAWER, worker.worker_id)
+        packed = await self._read(COLLECTION, worker.worker_id)
         if packed is None:
             return None
         if packed != self._own[0]:
@@ -251,24 +253,24 @@ class NodeCatalogs:
 
     # in the cabinet
 
-    async def _keep(self, drawer: str, name: str, packed: bytes) -> None:
-        cabinet = self._context.store.cabinet
+    async def _keep(self, collection: str, name: str, packed: bytes) -> None:
+        documents = self._context.store.documents
         parts = [packed[start : start + _PART_BYTES] for start in range(0, len(packed), _PART_BYTES)]
         # The first part last: whoever finds it finds the others.
         for number, part in reversed(list(enumerate(parts))):
             body = bytes([len(parts)]) + part
-            known = await cabinet.get(drawer, f"{name}/{number}")
+            known = await documents.get(collection, f"{name}/{number}")
             if known is None or known.body != body:
-                await cabinet.put(drawer, f"{name}/{number}", body, version=None)
+                await documents.put(collection, f"{name}/{number}", body, version=None)
 
-    async def _read(self, drawer: str, name: str) -> bytes | None:
-        cabinet = self._context.store.cabinet
-        first = await cabinet.get(drawer, f"{name}/0")
+    async def _read(self, collection: str, name: str) -> bytes | None:
+        documents = self._context.store.documents
+        first = await documents.get(collection, f"{name}/0")
         if first is None:
             return None
         parts = [first.body[1:]]
         for number in range(1, first.body[0]):
-            part = await cabinet.get(drawer, f"{name}/{number}")
+            part = await documents.get(collection, f"{name}/{number}")
             parts.append(b"" if part is None else part.body[1:])
         return b"".join(parts)
 
@@ -277,9 +279,9 @@ def signature_of(worker: WorkerRecord) -> str | None:
     return next((each.signature for each in worker.capabilities.services if each.signature is not None), None)
 
 
-async def _remove(cabinet: DocumentStore, drawer: str, name: str) -> None:
+async def _remove(documents: DocumentStore, collection: str, name: str) -> None:
     number = 0
-    while await cabinet.remove(drawer, f"{name}/{number}"):
+    while await documents.remove(collection, f"{name}/{number}"):
         number += 1
 
 

@@ -27,10 +27,10 @@ _EVENTS: dict[Action, str] = {
 
 class OperatorCommands:
     def __init__(
-        self, context: EngineContext, rounds: Matcher, workers: WorkerOperations, commands: CommandQueue
+        self, context: EngineContext, matcher: Matcher, workers: WorkerOperations, commands: CommandQueue
     ) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._workers = workers
         self._commands = commands
 
@@ -79,15 +79,15 @@ class OperatorCommands:
         for block in lifted:
             await self._context.unblocked(block, "by hand")
         if worker_id == EVERY_WORKER:
-            self._rounds.everything_changed()
+            self._matcher.everything_changed()
         else:
-            self._rounds.worker_freed(worker_id)
+            self._matcher.worker_freed(worker_id)
         return bool(lifted)
 
     async def pause_queue(self, is_paused: bool) -> None:
         await self._context.store.pause_queue(is_paused)
         if not is_paused:
-            self._rounds.everything_changed()
+            self._matcher.everything_changed()
         self._context.tell("queue_paused" if is_paused else "queue_resumed", EVERY_WORKER)
 
     async def _flag(self, worker_id: WorkerId, action: Action) -> WorkerRecord:

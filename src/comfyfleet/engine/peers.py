@@ -37,7 +37,7 @@ from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
-_AT_A_TIME = 256
+_BATCH_SIZE = 256
 """Jobs that are looked at together: a store that takes many questions in one turn answers them in one."""
 
 
@@ -126,8 +126,8 @@ class RemoteFactPoller:
     async def _look(self) -> None:
         try:
             jobs = list(self._followers)
-            for start in range(0, len(jobs), _AT_A_TIME):
-                await asyncio.gather(*map(self._look_at, jobs[start : start + _AT_A_TIME]))
+            for start in range(0, len(jobs), _BATCH_SIZE):
+                await asyncio.gather(*map(self._look_at, jobs[start : start + _BATCH_SIZE]))
             if self.look_also is not None:
                 await self.look_also()
         except Exception:
@@ -191,7 +191,7 @@ class _Wants(msgspec.Struct, frozen=True, tag="wants"):
 
 class _Told(msgspec.Struct, frozen=True, tag="told", omit_defaults=True):
     facts: list[Fact] = []
-    news: list[ProgressEvent] = []
+    events: list[ProgressEvent] = msgspec.field(default_factory=list, name="news")
     fleet: list[FleetEvent] = []
 
 
@@ -200,9 +200,9 @@ _decoder: msgspec.msgpack.Decoder[_Wants | _Told] = msgspec.msgpack.Decoder(_Wan
 _kept_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-async def _in_order(relay: PeerChannel, job_id: JobId, notes: list[RunSnapshot]) -> None:
+async def _in_order(peer_channel: PeerChannel, job_id: JobId, notes: list[RunSnapshot]) -> None:
     for note in notes:
-        await relay.keep_progress(job_id, note)
+        await peer_channel.keep_progress(job_id, note)
 
 
 class PeerBus:
@@ -210,7 +210,7 @@ class PeerBus:
         self._context = context
         self._follower = follower
         self._newest = newest
-        self._relay: PeerChannel | None = context.store.relay
+        self._peer_channel: PeerChannel | None = context.store.peer_channel
         self._listeners: dict[Callable[[Event], None], None] = {}
         self._wanted: dict[JobId, float] = {}
         self._everything_until = float("-inf")
@@ -227,14 +227,14 @@ class PeerBus:
         self._sending: asyncio.Task[None] | None = None
         self._timer: Timer | None = None
         self._is_closed = False
-        if self._relay is not None:
+        if self._peer_channel is not None:
             context.bus.listen(self._hear)
             follower.followed = self._ask
             follower.look_also = self._look
 
     def start(self) -> None:
-        if self._relay is not None:
-            self._relay.listen(self._heard, self._pass_on)
+        if self._peer_channel is not None:
+            self._peer_channel.listen(self._heard, self._pass_on)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -257,11 +257,15 @@ class PeerBus:
         lease = dispatch.lease
         if lease is None:
             return None
-        news = self._newest.of(dispatch.job_id)
-        if news is None and self._relay is not None:
-            (kept,) = await self._relay.kept_progress([dispatch.job_id])
-            news = None if kept is None else self._read(dispatch.job_id, kept)
-        return news if news is not None and news.lease_number in (0, lease.number) else None
+        progress_event = self._newest.of(dispatch.job_id)
+        if progress_event is None and self._peer_channel is not None:
+            (kept,) = await self._peer_channel.kept_progress([dispatch.job_id])
+            progress_event = None if kept is None else self._read(dispatch.job_id, kept)
+        return (
+            progress_event
+            if progress_event is not None and progress_event.lease_number in (0, lease.number)
+            else None
+        )
 
     # out
 
@@ -300,24 +304,28 @@ class PeerBus:
             del self._pending[next(iter(self._pending))]
         self._send()
 
-    def _keep(self, news: ProgressEvent, now: float) -> None:
-        if now - self._kept_at.get(news.job_id, 0.0) >= _KEEP_EVERY_S:
-            self._kept_at.pop(news.job_id, None)
-            self._kept_at[news.job_id] = now
+    def _keep(self, progress_event: ProgressEvent, now: float) -> None:
+        if now - self._kept_at.get(progress_event.job_id, 0.0) >= _KEEP_EVERY_S:
+            self._kept_at.pop(progress_event.job_id, None)
+            self._kept_at[progress_event.job_id] = now
             if len(self._kept_at) > _MAX_PENDING:
                 del self._kept_at[next(iter(self._kept_at))]
-            known = {"at": news.at, "worker_id": news.worker_id, "lease": news.lease_number}
-            progress = msgspec.json.encode({**news.data, **known})
-            percentage, message = news.data.get("percentage"), news.data.get("message")
+            known = {
+                "at": progress_event.at,
+                "worker_id": progress_event.worker_id,
+                "lease": progress_event.lease_number,
+            }
+            progress = msgspec.json.encode({**progress_event.data, **known})
+            percentage, message = progress_event.data.get("percentage"), progress_event.data.get("message")
             note = RunSnapshot(
                 "assigned",
-                news.at,
-                news.worker_id,
+                progress_event.at,
+                progress_event.worker_id,
                 progress,
                 percentage if isinstance(percentage, int | float) else None,
                 message if isinstance(message, str) else None,
             )
-            self._note(news.job_id, note)
+            self._note(progress_event.job_id, note)
 
     def _note(self, job_id: JobId, note: RunSnapshot) -> None:
         self._workers.pop(job_id, None)
@@ -341,14 +349,14 @@ class PeerBus:
         self._arm()
 
     def _send(self) -> None:
-        if self._relay is not None and self._sending is None and not self._is_closed:
-            self._sending = in_background(self._run(self._relay), name="relay")
+        if self._peer_channel is not None and self._sending is None and not self._is_closed:
+            self._sending = in_background(self._run(self._peer_channel), name="peer bus")
 
-    async def _run(self, relay: PeerChannel) -> None:
+    async def _run(self, peer_channel: PeerChannel) -> None:
         """While one message is on its way the next is gathered."""
         try:
             while self._pending or self._asked or self._is_asking_all or self._to_keep or self._announced:
-                await asyncio.gather(*self._messages(relay))
+                await asyncio.gather(*self._messages(peer_channel))
         except Fault as fault:
             _LOG.info("other processes may hear of what happens here only later: %s", fault)
         except Exception:
@@ -356,17 +364,17 @@ class PeerBus:
         finally:
             self._sending = None
 
-    def _messages(self, relay: PeerChannel) -> Iterable[Any]:
+    def _messages(self, peer_channel: PeerChannel) -> Iterable[Any]:
         asked, self._asked = list(self._asked), {}
         is_all, self._is_asking_all = self._is_asking_all and bool(self._listeners), False
         pending, self._pending = self._pending.values(), {}
         keep, self._to_keep = self._to_keep, {}
         if asked or is_all:
-            yield relay.watch()
+            yield peer_channel.watch()
         for start in range(0, max(len(asked), is_all), _JOBS_A_MESSAGE):
-            yield relay.say(_encoder.encode(_Wants(asked[start : start + _JOBS_A_MESSAGE], is_all)))
+            yield peer_channel.say(_encoder.encode(_Wants(asked[start : start + _JOBS_A_MESSAGE], is_all)))
         if pending:
-            yield relay.say(
+            yield peer_channel.say(
                 _encoder.encode(
                     _Told(
                         [event for event in pending if isinstance(event, Fact)],
@@ -383,12 +391,12 @@ class PeerBus:
                 "timestamp": event.at,
                 "data": {name: value for name, value in event.data.items() if name != _WORDS},
             }
-            yield relay.announce(msgspec.json.encode(told))
+            yield peer_channel.announce(msgspec.json.encode(told))
         for job_id, notes in keep.items():
-            yield _in_order(relay, job_id, notes)
+            yield _in_order(peer_channel, job_id, notes)
 
     def _arm(self) -> None:
-        if self._timer is None and self._relay is not None and not self._is_closed:
+        if self._timer is None and self._peer_channel is not None and not self._is_closed:
             clock = self._context.clock
             self._timer = clock.call_at(clock.now() + _SAY_AGAIN_S, self._say_again)
 
@@ -413,8 +421,8 @@ class PeerBus:
             return
         for fact in heard.facts:
             self._pass_on(fact)
-        for news in heard.news:
-            self._pass_on(news)
+        for progress_event in heard.events:
+            self._pass_on(progress_event)
         for event in heard.fleet:
             self._tell(event)
 
@@ -430,8 +438,8 @@ class PeerBus:
             is_new = now >= self._wanted.get(job_id, now)
             self._wanted.pop(job_id, None)
             self._wanted[job_id] = now + _WANTED_S
-            if is_new and (news := self._newest.of(job_id)) is not None:
-                self._put(news)
+            if is_new and (progress_event := self._newest.of(job_id)) is not None:
+                self._put(progress_event)
         while self._wanted and (
             len(self._wanted) > _MAX_WANTED or self._wanted[next(iter(self._wanted))] <= now
         ):
@@ -445,19 +453,19 @@ class PeerBus:
 
     async def _look(self) -> None:
         """Once a second, with the look for facts."""
-        assert self._relay is not None
+        assert self._peer_channel is not None
         jobs = list(self._follower.jobs)
         for gone in self._seen.keys() - set(jobs):
             del self._seen[gone]
         for start in range(0, len(jobs), _JOBS_A_MESSAGE):
             some = jobs[start : start + _JOBS_A_MESSAGE]
-            for job_id, kept in zip(some, await self._relay.kept_progress(some), strict=True):
+            for job_id, kept in zip(some, await self._peer_channel.kept_progress(some), strict=True):
                 if kept is None or self._seen.get(job_id) == kept:
                     continue
                 self._seen[job_id] = kept
-                news, known = self._read(job_id, kept), self._newest.of(job_id)
-                if news is not None and (known is None or known.at < news.at):
-                    self._follower.pass_on(news)
+                progress_event, known = self._read(job_id, kept), self._newest.of(job_id)
+                if progress_event is not None and (known is None or known.at < progress_event.at):
+                    self._follower.pass_on(progress_event)
 
     def _read(self, job_id: JobId, kept: bytes) -> ProgressEvent | None:
         try:

@@ -44,7 +44,7 @@ class Placement(NamedTuple):
         return (self.cls,) if self.later is None else (self.cls, self.later)
 
 
-def class_of(submission: Submission, graph: GraphNeeds, lesson: WorkflowStats | None) -> RequirementClass:
+def class_of(submission: Submission, graph: GraphNeeds, stats: WorkflowStats | None) -> RequirementClass:
     """What the caller declares, plus what the graph shows, plus which workers are known to be too slow."""
     declared = submission.requirements
     models, node_classes = _named(submission, graph)
@@ -54,7 +54,7 @@ def class_of(submission: Submission, graph: GraphNeeds, lesson: WorkflowStats | 
         node_classes=tuple(sorted(node_classes)),
         needs_files=declared.needs_files or bool(submission.inputs),
     )
-    return RequirementClass(without_slow(needs, lesson), submission.preferences, submission.tenant)
+    return RequirementClass(without_slow(needs, stats), submission.preferences, submission.tenant)
 
 
 def narrowed(cls: RequirementClass, submission: Submission, graph: GraphNeeds) -> RequirementClass:
@@ -88,11 +88,11 @@ def where_accepted(
 
 
 def first_place(
-    context: EngineContext, cls: RequirementClass, lesson: WorkflowStats | None, start: float
+    context: EngineContext, cls: RequirementClass, stats: WorkflowStats | None, start: float
 ) -> Placement:
     """Where a job stands first: with the bigger cards it is known to need, with those it prefers, or anywhere."""
     fleet, rules = context.fleet, context.rules
-    needs = with_memory(cls.requirements, lesson, cls.tenant, fleet.capabilities())
+    needs = with_memory(cls.requirements, stats, cls.tenant, fleet.capabilities())
     if needs is not cls.requirements:
         bigger = msgspec.structs.replace(cls, requirements=needs)
         if fleet.is_workable(bigger):

@@ -97,7 +97,7 @@ class PoisonWorkflows:
         blocks = await context.store.blocks(EVERY_WORKER)
         if not poison_workflows.is_to_be_paused(tenant, blocks, context.rules, now):
             return
-        why = f"servers died of {context.rules.deadly_workflows} or more of its workflows within an hour"
+        why = f"servers died of {context.rules.poison_workflows} or more of its workflows within an hour"
         if await context.suspend(tenant):
             _LOG.warning(
                 "tenant %s is suspended: %s; `comfyfleet tenant resume %s` lets it work again",

@@ -68,7 +68,7 @@ class MoveProgress(msgspec.Struct):
     by_phase: dict[Phase, int] = msgspec.field(default_factory=dict)
     stayed: list[SkippedJob] = msgspec.field(default_factory=list)
     blocks: int = 0
-    lessons: int = 0
+    workflow_stats: int = 0
     documents: int = 0
     classes: int = 0
     released: int = 0
@@ -112,7 +112,7 @@ class StoreMove:
                 await self._source.pause_queue(False)
             raise
         await self._fleet.load()
-        await self._move_lessons()
+        await self._move_workflow_stats()
         await self._move_terms()
         await self._move_blocks()
         await self._move_documents()
@@ -139,9 +139,9 @@ class StoreMove:
                 after = job.job_id
             self._tell(self.moved)
         self.moved.blocks = len(await self._source.blocks())
-        self.moved.lessons = len(await self._source.moving.lessons())
-        async for drawer, document in self._documents():
-            self.moved.documents += await self._target.cabinet.get(drawer, document.name) is None
+        self.moved.workflow_stats = len(await self._source.moving.workflow_stats())
+        async for collection, document in self._documents():
+            self.moved.documents += await self._target.documents.get(collection, document.name) is None
         return self.moved
 
     # before anything moves
@@ -221,12 +221,12 @@ class StoreMove:
 
     # what belongs to no job
 
-    async def _move_lessons(self) -> None:
-        for lesson in await self._source.moving.lessons():
+    async def _move_workflow_stats(self) -> None:
+        for stats in await self._source.moving.workflow_stats():
             # What the target has learned itself is newer than what it is told.
-            if await self._target.get_lesson(lesson.workflow_hash) is None:
-                await self._target.put_lesson(lesson)
-                self.moved.lessons += 1
+            if await self._target.get_workflow_stats(stats.workflow_hash) is None:
+                await self._target.put_workflow_stats(stats)
+                self.moved.workflow_stats += 1
 
     async def _move_terms(self) -> None:
         known = {terms.tenant for terms in await self._target.shares.terms()}
@@ -242,17 +242,17 @@ class StoreMove:
 
     async def _move_documents(self) -> None:
         """Keys and the like: whoever has one opens the same doors at the target. What has the name there stays."""
-        async for drawer, document in self._documents():
-            is_new = await self._target.cabinet.put(drawer, document.name, document.body, version=0)
+        async for collection, document in self._documents():
+            is_new = await self._target.documents.put(collection, document.name, document.body, version=0)
             self.moved.documents += is_new
 
     async def _documents(self) -> AsyncIterator[tuple[str, Document]]:
-        cabinet = self._source.cabinet
-        for drawer in await cabinet.drawers():
+        documents = self._source.documents
+        for collection in await documents.collections():
             after = ""
-            while page := await cabinet.listing(drawer, after, _PAGE):
+            while page := await documents.listing(collection, after, _PAGE):
                 for document in page:
-                    yield drawer, document
+                    yield collection, document
                 after = page[-1].name
 
     # jobs
@@ -294,10 +294,10 @@ class StoreMove:
 
     async def _take(self, jobs: list[JobSnapshot]) -> dict[JobId, SkippedJob | None]:
         """Moves a page. Answers those that are still at the source, and why they stay; None: to be tried again."""
-        adopted = await self._adopt(jobs)
+        imported = await self._import_jobs(jobs)
         answers: dict[JobId, SkippedJob | None] = {}
         taken: list[tuple[JobSnapshot, Dispatch]] = []
-        for whole, there in zip(jobs, adopted, strict=True):
+        for whole, there in zip(jobs, imported, strict=True):
             job_id = whole.job.job_id
             if there.job_id != job_id:
                 answers[job_id] = SkippedJob(job_id, SkipReason.REFERENCE, whole.job.reference, there.job_id)
@@ -341,13 +341,13 @@ class StoreMove:
         is_copy = facts == whole.facts[: len(facts)] and (await self._target.moving.discard([there]))[0]
         return None if is_copy and self._tries[job_id] < _TRIES else SkippedJob(job_id, SkipReason.CHANGED)
 
-    async def _adopt(self, jobs: list[JobSnapshot]) -> list[Dispatch]:
+    async def _import_jobs(self, jobs: list[JobSnapshot]) -> list[Dispatch]:
         for _ in range(_TRIES):
             for whole in jobs:
                 await self._prepare(whole.dispatch)
-            adopted = await self._target.moving.adopt(jobs)
-            if adopted is not None:
-                return adopted
+            imported = await self._target.moving.import_jobs(jobs)
+            if imported is not None:
+                return imported
             # A class that nobody used any more was dropped from the table to make room.
             self._ready.clear()
         raise Fault(

@@ -43,7 +43,7 @@ from comfyfleet.model.workflow_variants import WorkflowVariant, common_to, with_
 from comfyfleet.policy.admission import check_dependencies, check_room, check_submission, digest_of, is_repeat
 from comfyfleet.policy.feasibility import misses, nearest_miss
 from comfyfleet.policy.input_files import check_inputs
-from comfyfleet.policy.lifecycle import standing_at
+from comfyfleet.policy.lifecycle import readiness_at
 from comfyfleet.policy.poison_workflows import check_refused
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.tenants import asker_of, name_for
@@ -93,7 +93,7 @@ class Submitter:
     def __init__(
         self,
         context: EngineContext,
-        rounds: Matcher,
+        matcher: Matcher,
         dependencies: Dependencies,
         inputs: InputFiles,
         nodes: EditorConverter,
@@ -101,7 +101,7 @@ class Submitter:
         missing: MissingRequirements,
     ) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._dependencies = dependencies
         self._inputs = inputs
         self._nodes = nodes
@@ -140,16 +140,16 @@ class Submitter:
         )
         if submission.inputs and not is_held:
             submission = await self._inputs.filled(submission)
-        tenant = await context.gate.terms(submission.tenant)
+        tenant = await context.admission_control.terms(submission.tenant)
         placed = submission if tenant is None else under_terms(submission, tenant)
-        now, lesson = await self._asked(reading.workflow_hash)
+        now, stats = await self._asked(reading.workflow_hash)
         size = await apart(submission.payload_bytes)
         self._room.take(size)
         refusing = await self._catalogs.refusing(reading.graph, submission.variants)
         needs = await self._catalogs.needs_of(reading.graph, reading.needs)
-        cls = where_accepted(context, class_of(placed, needs, lesson), refusing)
+        cls = where_accepted(context, class_of(placed, needs, stats), refusing)
         unworkable = await self._unworkable(cls, submission)
-        place = first_place(context, cls, lesson, max(now, submission.not_before or now))
+        place = first_place(context, cls, stats, max(now, submission.not_before or now))
         ceiling = None if tenant is None else tenant.caps.max_priority
         dispatch = self._dispatch(placed, size, place, reading.workflow_hash, now, is_held, ceiling)
         job = Job(
@@ -167,7 +167,7 @@ class Submitter:
         if tenant is None:
             written = await self._write(dispatch, job, place)
         else:
-            async with context.gate.entering(tenant):
+            async with context.admission_control.admit(tenant):
                 written = await self._write(dispatch, job, place)
         if written.dispatch.job_id != dispatch.job_id:
             # Somebody else submitted under the same reference in between.
@@ -186,14 +186,14 @@ class Submitter:
         dispatch there; None from it: its class has gone meanwhile. Answers with the tenant whose terms, as they are
         now, it does not keep to: then it waits as paused, for its end."""
         context = self._context
-        lesson = await context.lesson(dispatch.workflow_hash)
+        stats = await context.stats(dispatch.workflow_hash)
         # It was judged when it was taken. Whether and where it may run is what its tenant's terms say now.
-        tenant = await context.gate.terms(job.tenant)
+        tenant = await context.admission_control.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
         refusing = await self._catalogs.refusing(payload.workflow, payload.variants)
         needs = await self._catalogs.needs_of(payload.workflow, read_needs(payload.workflow))
-        cls = where_accepted(context, class_of(payload, needs, lesson), refusing)
-        place = first_place(context, cls, lesson, await context.store.now())
+        cls = where_accepted(context, class_of(payload, needs, stats), refusing)
+        place = first_place(context, cls, stats, await context.store.now())
         placed = msgspec.structs.replace(
             dispatch,
             class_key=context.fleet.key_of(place.cls),
@@ -262,7 +262,7 @@ class Submitter:
         common = hash_workflow(common_to(reading.graph, [each.graph for each in others]))
         return reading._replace(workflow_hash=common, drawing=tuple(drawing))
 
-    async def _named(self, submission: Submission, apart: _Apart) -> Submission:
+    async def _named(self, submission: Submission, apart: _TenantStore) -> Submission:
         """With the ids of the jobs that it waits for, or takes an output of."""
         rules = self._context.rules
         if submission.inputs:
@@ -279,13 +279,13 @@ class Submitter:
         context, store = self._context, self._context.store
         if not store.is_shared:
             self._room.hear(await store.counts())
-            return await store.now(), await context.lesson(workflow_hash)
+            return await store.now(), await context.stats(workflow_hash)
         if self._room.is_known():
-            return context.clock.now(), await context.lesson(workflow_hash)
+            return context.clock.now(), await context.stats(workflow_hash)
         # At once: each is a way to another process and back.
-        counts, now, lesson = await asyncio.gather(store.counts(), store.now(), context.lesson(workflow_hash))
+        counts, now, stats = await asyncio.gather(store.counts(), store.now(), context.stats(workflow_hash))
         self._room.hear(counts)
-        return now, lesson
+        return now, stats
 
     async def _unworkable(self, cls: RequirementClass, submission: Submission) -> tuple[str, ...]:
         """What the worker that misses least still lacks, by name; empty when somebody can run it."""
@@ -357,7 +357,7 @@ class Submitter:
             base_priority=base,
             priority_ceiling=ceiling,
             tenant=submission.tenant,
-            standing=standing_at(submission.not_before, now, is_held),
+            standing=readiness_at(submission.not_before, now, is_held),
             queued_at=now,
             not_before=submission.not_before,
             max_attempts=submission.max_attempts or rules.max_attempts,
@@ -407,14 +407,14 @@ class Submitter:
         dispatch = written.dispatch
         self._context.publish(written)
         if dispatch.stands_in_lane:
-            self._rounds.job_arrived(dispatch.class_key)
+            self._matcher.job_arrived(dispatch.class_key)
         if dispatch.is_held:
             # What it waits for may have ended before it was written, when nobody could be told.
             with best_effort(f"look at what job {dispatch.job_id} waits for; the sweeper does later"):
                 await self._dependencies.look(dispatch.job_id)
 
 
-class _Apart(Protocol):
+class _TenantStore(Protocol):
     async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
 
 

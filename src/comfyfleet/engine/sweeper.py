@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 _BATCH = 256
 _TENANT_PATIENCE_S = 1.0
 """So long a page waits for the databases of tenants."""
-_AGAIN_S = 0.01
+_RETRY_S = 0.01
 _PURGE_BATCH = 10_000
 _PURGE_EVERY_S = 60.0
 _FORGET_BATCH = 100
@@ -55,21 +55,21 @@ class Sweeper:
     def __init__(
         self,
         context: EngineContext,
-        rounds: Matcher,
+        matcher: Matcher,
         verdicts: FailureHandler,
         workers: WorkerOperations,
         commands: CommandQueue,
         dependencies: Dependencies,
-        deadly: PoisonWorkflows,
+        poison_workflows: PoisonWorkflows,
         catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._verdicts = verdicts
         self._workers = workers
         self._commands = commands
         self._dependencies = dependencies
-        self._deadly = deadly
+        self._poison_workflows = poison_workflows
         self._catalogs = catalogs
         self._timer: Timer | None = None
         self._timer_at = float("inf")
@@ -118,7 +118,7 @@ class Sweeper:
         else:
             context.fleet.follow_clock()
         await self._end_blocks()
-        self._deadly.look()
+        self._poison_workflows.look()
         await self._end_quarantines()
         await self._find_lost_workers()
         with best_effort("look for jobs that no other worker can run"):
@@ -127,7 +127,7 @@ class Sweeper:
         is_all_done = await self._attend_to_due()
         await self._purge()
         # What could not be done is still due; trying again at once would only turn the fault into a storm of it.
-        earliest = await context.store.now() + (_AGAIN_S if is_all_done else context.rules.sweep_s)
+        earliest = await context.store.now() + (_RETRY_S if is_all_done else context.rules.sweep_s)
         for at in (await context.store.next_due(), await context.store.next_block_end()):
             self.wake_by(at if at is None else max(at, earliest))
 
@@ -241,7 +241,7 @@ class Sweeper:
                 if written is not None:
                     context.publish(written)
                     if written.dispatch.stands_in_lane:
-                        self._rounds.job_arrived(written.dispatch.class_key)
+                        self._matcher.job_arrived(written.dispatch.class_key)
 
     def _still_hopes_for_memory(self, dispatch: Dispatch, now: float) -> bool:
         """A job that waits for a bigger card goes on waiting while there is one, however busy."""
@@ -269,7 +269,7 @@ class Sweeper:
     async def _end_blocks(self) -> None:
         for block in await self._context.store.expired_blocks():
             await self._context.unblocked(block, "the cooldown is over")
-            self._rounds.worker_freed(block.worker_id)
+            self._matcher.worker_freed(block.worker_id)
 
     async def _end_quarantines(self) -> None:
         fleet, now = self._context.fleet, self._context.clock.now()
@@ -288,13 +288,13 @@ class Sweeper:
             if await fleet.change(worker.worker_id, _released) is None:
                 continue
             self._context.tell("released", worker.worker_id)
-            self._rounds.worker_freed(worker.worker_id)
+            self._matcher.worker_freed(worker.worker_id)
 
     async def _end_holds(self) -> None:
         """The store sees by itself that a tenant is held no more; whoever waits for work must be told to look."""
         ended_at, self._hold_end = self._hold_end, await self._context.store.shares.next_hold_end()
         if ended_at is not None and ended_at != self._hold_end:
-            self._rounds.everything_changed()
+            self._matcher.everything_changed()
         # Holds that are said to have no end are lifted by hand.
         if self._hold_end != float("inf"):
             self.wake_by(self._hold_end)
@@ -302,7 +302,9 @@ class Sweeper:
     async def _find_lost_workers(self) -> None:
         now, limit_s = self._context.clock.now(), self._context.rules.worker_lost_s
         for worker in list(self._context.fleet.workers.values()):
-            is_silent = worker.last_seen_at + limit_s <= now and not self._rounds.has_parked(worker.worker_id)
+            is_silent = worker.last_seen_at + limit_s <= now and not self._matcher.has_parked(
+                worker.worker_id
+            )
             if is_silent and not worker.is_offline:
                 reason = f"not heard of for {limit_s:g} s"
                 await self._workers.unregister(worker.worker_id, reason, is_lost=True)
@@ -339,7 +341,7 @@ class Sweeper:
 
     async def close(self) -> None:
         self._is_closed = True
-        await self._deadly.close()
+        await self._poison_workflows.close()
         if self._timer is not None:
             self._timer.cancel()
         tasks = [*self._attending.values(), *([] if self._running is None else [self._running])]

@@ -34,9 +34,9 @@ from comfyfleet.ports import Timer
 
 
 class WaitingJobReview:
-    def __init__(self, context: EngineContext, rounds: Matcher, verdicts: FailureHandler) -> None:
+    def __init__(self, context: EngineContext, matcher: Matcher, verdicts: FailureHandler) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._verdicts = verdicts
 
     # terms
@@ -77,7 +77,7 @@ class WaitingJobReview:
             return False
         context.publish(written)
         if written.dispatch.stands_in_lane:
-            self._rounds.job_arrived(written.dispatch.class_key)
+            self._matcher.job_arrived(written.dispatch.class_key)
         return True
 
     async def _class(self, key: ClassKey | None) -> RequirementClass | None:

@@ -58,13 +58,13 @@ class WorkerOperations:
     def __init__(
         self,
         context: EngineContext,
-        rounds: Matcher,
+        matcher: Matcher,
         verdicts: FailureHandler,
         commands: CommandQueue,
         catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
-        self._rounds = rounds
+        self._matcher = matcher
         self._verdicts = verdicts
         self._commands = commands
         self._catalogs = catalogs
@@ -77,12 +77,12 @@ class WorkerOperations:
         if call.worker_id == EVERY_WORKER:
             words = f"{EVERY_WORKER!r} stands for every worker: give this one another name"
             raise Refusal(RefusalCode.INVALID_REQUEST, words)
-        await commands.check(context.store.cabinet, call.worker_id)
+        await commands.check(context.store.documents, call.worker_id)
         now = await context.store.now()
         record, before = await context.fleet.put(call, now, context.rules.worker_lost_s)
         if record.is_offline:
             if before is None or not before.is_offline:
-                self._rounds.dismiss(call.worker_id)
+                self._matcher.dismiss(call.worker_id)
                 context.tell("offline", call.worker_id, reason=call.offline_reason)
             return record
         await self._catalogs.tidy_after(before, record)
@@ -95,7 +95,7 @@ class WorkerOperations:
         lifted = lifted_by_inventory(await context.store.blocks(call.worker_id))
         for block in await context.store.lift([block.pair for block in lifted]):
             await context.unblocked(block, "the inventory was looked at anew")
-        self._rounds.worker_freed(call.worker_id)
+        self._matcher.worker_freed(call.worker_id)
         return record
 
     async def unregister(self, worker_id: WorkerId, reason: str, *, is_lost: bool = False) -> None:
@@ -119,26 +119,26 @@ class WorkerOperations:
 
         if await self._context.fleet.change(worker_id, gone) is None or was_offline:
             return
-        self._rounds.dismiss(worker_id)
+        self._matcher.dismiss(worker_id)
         self._context.tell("offline", worker_id, reason=reason, **({"is_lost": True} if is_lost else {}))
 
     async def let_back(self, worker_id: WorkerId) -> WorkerRecord | None:
-        return await commands.let_back(self._context.store.cabinet, worker_id)
+        return await commands.let_back(self._context.store.documents, worker_id)
 
     async def remove(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
         """`is_kept_out`: until an operator lets it back. Else one that comes back is welcome."""
         if is_kept_out:
             # First: its agent notices at once, and registers again.
             newest = await self._context.fleet.newest(worker_id)
-            await commands.keep_out(self._context.store.cabinet, worker_id, newest)
-        self._rounds.dismiss(worker_id)
+            await commands.keep_out(self._context.store.documents, worker_id, newest)
+        self._matcher.dismiss(worker_id)
         # Before the rest: one that comes back meanwhile tells it again.
         await self._catalogs.forget(worker_id)
         for block in await self._context.store.blocks(worker_id):
             await self._context.store.lift([block.pair])
         await self._context.fleet.remove(worker_id)
         # Once more: a poll may have come in while the rest was being put away.
-        self._rounds.dismiss(worker_id)
+        self._matcher.dismiss(worker_id)
         self._commands.dismiss(worker_id)
 
     async def set_flags(
@@ -161,7 +161,7 @@ class WorkerOperations:
         worker = await self._context.fleet.change(worker_id, flagged)
         if worker is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
-        self._rounds.worker_freed(worker_id)
+        self._matcher.worker_freed(worker_id)
         return worker
 
     # work
@@ -194,9 +194,9 @@ class WorkerOperations:
         self._commands.serve(call.worker_id)
         await self._seen(call.worker_id)
         try:
-            await self._rounds.park(slot)
+            await self._matcher.park(slot)
             if call.wait_s <= 0:
-                await self._rounds.looked_for(slot)
+                await self._matcher.looked_for(slot)
             elif not slot.answer.done():
                 # Asked before, as a wait costs a timer and a turn of the loop even where there is nothing to wait for.
                 await asyncio.wait((slot.answer,), timeout=call.wait_s)
@@ -204,7 +204,7 @@ class WorkerOperations:
             slot.answer.cancel()
             raise
         finally:
-            self._rounds.leave(slot)
+            self._matcher.leave(slot)
         # It was here all the while it was parked, however long that was.
         await self._seen(call.worker_id)
         if slot.answer.cancel():
@@ -384,7 +384,7 @@ class WorkerOperations:
         await self._succeeded(dispatch, worker_id, seconds, known)
         if record is not None:
             with best_effort(f"forget which files job {ref.job_id} used"):
-                await input_files.forget(context.store.cabinet, record)
+                await input_files.forget(context.store.documents, record)
         return ReportReply(Phase.COMPLETED)
 
     async def finished(self, run: DirectWorkerCompletion) -> None:
@@ -410,7 +410,7 @@ class WorkerOperations:
             with best_effort(f"tell that worker {worker_id} is not blocked any more"):
                 await context.unblocked(block, "it succeeded")
         if lifted:
-            self._rounds.worker_freed(worker_id)
+            self._matcher.worker_freed(worker_id)
 
     async def fail(self, call: FailureReport) -> ReportReply:
         # Decided on what was read and written only over that: a cancel that came in between is not forgotten.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from comfyfleet import private_files
-from comfyfleet.files.record_store import CabinetOf
+from comfyfleet.files.record_store import DocumentsOf
 from comfyfleet.files.records import (
     GRANT_S,
     KEEP_S,
@@ -48,16 +48,16 @@ class LocalFileStore(FileRecords):
     def __init__(
         self,
         folder: Path,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         *,
         max_bytes: int = MAX_FILE_BYTES,
         grant_s: float = GRANT_S,
         keep_s: float = KEEP_S,
-        cabinet_of: CabinetOf | None = None,
+        documents_of: DocumentsOf | None = None,
         tenant_bytes: int | None = None,
     ) -> None:
-        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of, tenant_bytes)
+        super().__init__(documents, clock, max_bytes, grant_s, keep_s, documents_of, tenant_bytes)
         self._folder = folder
         self._key: bytes | None = None
         self._swept_to = 0
@@ -137,8 +137,8 @@ class LocalFileStore(FileRecords):
 
     async def _secret(self) -> bytes:
         """One for all hubs on the store: a link of one is good at every other."""
-        await self._cabinet.put(_SECRETS, _SECRET, secrets.token_bytes(32), version=0)
-        document = await self._cabinet.get(_SECRETS, _SECRET)
+        await self._documents.put(_SECRETS, _SECRET, secrets.token_bytes(32), version=0)
+        document = await self._documents.get(_SECRETS, _SECRET)
         assert document is not None, "it was there or has just been written"
         self._key = document.body
         return self._key

@@ -20,7 +20,7 @@ from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Clock
 
-DRAWER = "files_of"
+COLLECTION = "files_of"
 _REMEMBER_S = 60.0
 _MAX_REMEMBERED = 10_000
 _PAGE = 1_000
@@ -80,13 +80,13 @@ class StorageQuota:
     async def note(self, record: FileRecord) -> None:
         """For those who count later."""
         if self._most is not None:
-            cabinet = await self._records.cabinet(record.tenant)
-            await cabinet.put(DRAWER, _name(record), b"%d" % (record.size or 0), version=None)
+            documents = await self._records.documents(record.tenant)
+            await documents.put(COLLECTION, _name(record), b"%d" % (record.size or 0), version=None)
 
     async def forget(self, record: FileRecord) -> None:
         """Also where there is no bound any more."""
-        cabinet = await self._records.cabinet(record.tenant)
-        is_noted = await cabinet.remove(DRAWER, _name(record))
+        documents = await self._records.documents(record.tenant)
+        is_noted = await documents.remove(COLLECTION, _name(record))
         if is_noted and (known := self._sums.get(record.tenant)) is not None:
             known.size = max(0, known.size - (record.size or 0))
 
@@ -107,9 +107,9 @@ class StorageQuota:
         return known if is_fresh else None
 
     async def _counted(self, tenant: TenantId) -> int:
-        cabinet, beginning = await self._records.cabinet(tenant), _beginning(tenant)
+        documents, beginning = await self._records.documents(tenant), _beginning(tenant)
         size, after = 0, beginning
-        while page := await cabinet.listing(DRAWER, after, _PAGE):
+        while page := await documents.listing(COLLECTION, after, _PAGE):
             ours = [each for each in page if each.name.startswith(beginning)]
             size += sum(int(each.body) for each in ours)
             if len(ours) < _PAGE:

@@ -19,48 +19,48 @@ from comfyfleet.model.file import FilePage, FileRecord
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import DocumentStore
 
-DRAWER = "files"
+COLLECTION = "files"
 _PARTS = "file_parts"
 _PAGE = 500
 _TRIES = 20
 _records = msgspec.json.Decoder(FileRecord)
 
-CabinetOf = Callable[[TenantId], Awaitable[DocumentStore]]
+DocumentsOf = Callable[[TenantId], Awaitable[DocumentStore]]
 """The cabinet that a tenant's records lie in: the central one itself, unless they lie apart. Raises `Fault` while it
 cannot be reached."""
 
 
 class FileRecordStore:
-    def __init__(self, central: DocumentStore, cabinet_of: CabinetOf | None = None) -> None:
+    def __init__(self, central: DocumentStore, documents_of: DocumentsOf | None = None) -> None:
         self._central = central
-        self._cabinet_of = cabinet_of
+        self._documents_of = documents_of
 
-    async def cabinet(self, tenant: TenantId) -> DocumentStore:
-        return self._central if self._cabinet_of is None else await self._cabinet_of(tenant)
+    async def documents(self, tenant: TenantId) -> DocumentStore:
+        return self._central if self._documents_of is None else await self._documents_of(tenant)
 
     async def add(self, record: FileRecord) -> None:
-        cabinet = await self.cabinet(record.tenant)
-        if cabinet is not self._central and not await _put(self._central, _stub(record), 0):
+        documents = await self.documents(record.tenant)
+        if documents is not self._central and not await _put(self._central, _stub(record), 0):
             raise _taken()
-        if not await _put(cabinet, record, 0):
+        if not await _put(documents, record, 0):
             raise _taken()
 
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
         """`tenant`, where it is known: its record is found even if the central store has lost the stub, and of any
         other no database is asked."""
         found = await _get(self._central, file_id)
-        if found is not None and not found.is_apart:
+        if found is not None and not found.has_tenant_database:
             return found
         owner = tenant if found is None else found.tenant
         if owner is None or (tenant is not None and owner != tenant):
             return None
-        cabinet = await self.cabinet(owner)
-        return None if cabinet is self._central else await _get(cabinet, file_id)
+        documents = await self.documents(owner)
+        return None if documents is self._central else await _get(documents, file_id)
 
     async def whole(self, record: FileRecord) -> FileRecord:
         """Of a stub, the record; the stub itself while its tenant's database is away."""
         try:
-            return await self.get(record.file_id) or record if record.is_apart else record
+            return await self.get(record.file_id) or record if record.has_tenant_database else record
         except Fault:
             return record
 
@@ -89,39 +89,39 @@ class FileRecordStore:
     ) -> FileRecord | None:
         """By new values for its fields, computed from what it is. None: there is no such file (any more)."""
         for _ in range(_TRIES):
-            cabinet, document = self._central, await self._central.get(DRAWER, file_id)
-            if document is not None and (record := _records.decode(document.body)).is_apart:
-                cabinet = await self.cabinet(record.tenant)
-                document = None if cabinet is self._central else await cabinet.get(DRAWER, file_id)
+            documents, document = self._central, await self._central.get(COLLECTION, file_id)
+            if document is not None and (record := _records.decode(document.body)).has_tenant_database:
+                documents = await self.documents(record.tenant)
+                document = None if documents is self._central else await documents.get(COLLECTION, file_id)
             if document is None:
                 return None
             record = _records.decode(document.body)
             record = msgspec.structs.replace(record, **changed(record))
-            if await _put(cabinet, record, document.version):
+            if await _put(documents, record, document.version):
                 return record
         raise Fault(f"file {file_id!r} is being changed by others all the time; try again")
 
     async def remove(self, record: FileRecord) -> None:
         """The record, then its stub: what is left over is found again."""
-        cabinet = await self.cabinet(record.tenant)
-        if cabinet is not self._central:
-            await cabinet.remove(DRAWER, record.file_id)
-        await self._central.remove(DRAWER, record.file_id)
+        documents = await self.documents(record.tenant)
+        if documents is not self._central:
+            await documents.remove(COLLECTION, record.file_id)
+        await self._central.remove(COLLECTION, record.file_id)
 
     # the parts of an upload that is under way
 
     async def note_parts(self, record: FileRecord, digests: Mapping[int, str]) -> None:
-        cabinet = await self.cabinet(record.tenant)
+        documents = await self.documents(record.tenant)
         for number, digest in digests.items():
             name = f"{record.file_id}/{number:05}"
-            await cabinet.put(_PARTS, name, bytes.fromhex(digest), version=None)
+            await documents.put(_PARTS, name, bytes.fromhex(digest), version=None)
 
     async def noted_parts(self, record: FileRecord) -> dict[int, bytes]:
         """The SHA-256 that was last said of each."""
-        cabinet, beginning = await self.cabinet(record.tenant), f"{record.file_id}/"
+        documents, beginning = await self.documents(record.tenant), f"{record.file_id}/"
         found: dict[int, bytes] = {}
         after = beginning
-        while page := await cabinet.listing(_PARTS, after, _PAGE):
+        while page := await documents.listing(_PARTS, after, _PAGE):
             ours = [each for each in page if each.name.startswith(beginning)]
             found |= {int(each.name.removeprefix(beginning)): each.body for each in ours}
             if len(ours) < _PAGE:
@@ -130,15 +130,15 @@ class FileRecordStore:
         return found
 
     async def forget_parts(self, record: FileRecord) -> None:
-        cabinet = await self.cabinet(record.tenant)
+        documents = await self.documents(record.tenant)
         for number in await self.noted_parts(record):
-            await cabinet.remove(_PARTS, f"{record.file_id}/{number:05}")
+            await documents.remove(_PARTS, f"{record.file_id}/{number:05}")
 
     async def page(self, after: str, limit: int, tenant: TenantId | None = None) -> list[FileRecord]:
         """In the order of their ids, the oldest first: all there are, by their stubs where they lie apart; or those
         that lie where this tenant's do."""
-        cabinet = self._central if tenant is None else await self.cabinet(tenant)
-        return [_records.decode(each.body) for each in await cabinet.listing(DRAWER, after, limit)]
+        documents = self._central if tenant is None else await self.documents(tenant)
+        return [_records.decode(each.body) for each in await documents.listing(COLLECTION, after, limit)]
 
 
 def _stub(record: FileRecord) -> FileRecord:
@@ -150,7 +150,7 @@ def _stub(record: FileRecord) -> FileRecord:
         kind=record.kind,
         job_id=record.job_id,
         attempt_id=record.attempt_id,
-        is_apart=True,
+        has_tenant_database=True,
     )
 
 
@@ -158,16 +158,16 @@ def _taken() -> Fault:
     return Fault("a new file's id is taken already; try again")
 
 
-async def _get(cabinet: DocumentStore, file_id: str) -> FileRecord | None:
-    document = await cabinet.get(DRAWER, file_id)
+async def _get(documents: DocumentStore, file_id: str) -> FileRecord | None:
+    document = await documents.get(COLLECTION, file_id)
     return None if document is None else _records.decode(document.body)
 
 
-async def _put(cabinet: DocumentStore, record: FileRecord, version: int) -> bool:
-    return await cabinet.put(DRAWER, record.file_id, msgspec.json.encode(record), version=version)
+async def _put(documents: DocumentStore, record: FileRecord, version: int) -> bool:
+    return await documents.put(COLLECTION, record.file_id, msgspec.json.encode(record), version=version)
 
 
-_DRAWER = "file_lineage"
+_COLLECTION = "file_lineage"
 
 
 class Lineage:
@@ -176,20 +176,20 @@ class Lineage:
 
     async def note(self, record: FileRecord) -> None:
         if record.derived_from:
-            cabinet = await self._records.cabinet(record.tenant)
+            documents = await self._records.documents(record.tenant)
             for origin in record.derived_from:
-                await cabinet.put(_DRAWER, f"{origin}/{record.file_id}", b"", version=None)
+                await documents.put(_COLLECTION, f"{origin}/{record.file_id}", b"", version=None)
 
     async def forget(self, record: FileRecord) -> None:
         if record.derived_from:
-            cabinet = await self._records.cabinet(record.tenant)
+            documents = await self._records.documents(record.tenant)
             for origin in record.derived_from:
-                await cabinet.remove(_DRAWER, f"{origin}/{record.file_id}")
+                await documents.remove(_COLLECTION, f"{origin}/{record.file_id}")
 
     async def derived(self, origin: FileRecord, after: str, limit: int) -> FilePage:
         """Files that are there, the oldest first."""
-        cabinet, beginning = await self._records.cabinet(origin.tenant), f"{origin.file_id}/"
-        page = await cabinet.listing(_DRAWER, beginning + after, limit)
+        documents, beginning = await self._records.documents(origin.tenant), f"{origin.file_id}/"
+        page = await documents.listing(_COLLECTION, beginning + after, limit)
         names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
         found = [await self._records.get(name, origin.tenant) for name in names]
         # Whoever announces a file says what it was made from: of another tenant's it is not believed.

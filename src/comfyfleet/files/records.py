@@ -15,7 +15,7 @@ from contextlib import aclosing
 from typing import Unpack
 
 from comfyfleet.files.quota import StorageQuota
-from comfyfleet.files.record_store import CabinetOf, FileRecordStore, Lineage
+from comfyfleet.files.record_store import DocumentsOf, FileRecordStore, Lineage
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileAnnouncement, FilePage, FileRecord
 from comfyfleet.model.ids import TenantId
@@ -40,17 +40,17 @@ class FileRecords:
 
     def __init__(
         self,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         max_bytes: int,
         grant_s: float,
         keep_s: float,
-        cabinet_of: CabinetOf | None,
+        documents_of: DocumentsOf | None,
         tenant_bytes: int | None,
     ) -> None:
         """`tenant_bytes`: what all files of one tenant may take together. None: as much as there is."""
-        self._cabinet = cabinet
-        self._records = FileRecordStore(cabinet, cabinet_of)
+        self._documents = documents
+        self._records = FileRecordStore(documents, documents_of)
         self._lineage = Lineage(self._records)
         self._room = StorageQuota(self._records, clock, tenant_bytes)
         self._clock = clock
@@ -175,7 +175,7 @@ class FileRecords:
         await self._forget(record)
 
     async def _forget(self, record: FileRecord) -> None:
-        if record.is_apart:
+        if record.has_tenant_database:
             record = await self._records.get(record.file_id) or record
         for each in record.thumbnails.values():
             if (thumbnail := await self._records.get(each, record.tenant)) is not None:

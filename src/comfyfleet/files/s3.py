@@ -18,7 +18,7 @@ from typing import Literal, Self, Unpack
 from urllib.parse import quote, unquote
 
 from comfyfleet.files.part_uploads import PART_BYTES, TAKEN, PartUploads
-from comfyfleet.files.record_store import CabinetOf
+from comfyfleet.files.record_store import DocumentsOf
 from comfyfleet.files.records import (
     GRANT_S,
     KEEP_S,
@@ -60,20 +60,20 @@ class S3FileStore(FileRecords):
         self,
         bucket: S3Bucket,
         credentials: S3Credentials,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         *,
         prefix: str = "",
         max_bytes: int = MAX_FILE_BYTES,
         grant_s: float = GRANT_S,
         keep_s: float = KEEP_S,
-        cabinet_of: CabinetOf | None = None,
+        documents_of: DocumentsOf | None = None,
         part_bytes: int = PART_BYTES,
         max_put_bytes: int = MAX_PUT_BYTES,
         look_s: float = LOOK_S,
         tenant_bytes: int | None = None,
     ) -> None:
-        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of, tenant_bytes)
+        super().__init__(documents, clock, max_bytes, grant_s, keep_s, documents_of, tenant_bytes)
         self._storage = S3Storage(bucket, credentials)
         self._multipart = S3Multipart(self._storage)
         self._uploads = PartUploads(self._multipart, self._records, part_bytes, max_put_bytes)

@@ -21,7 +21,7 @@ from comfyfleet.ports import FileStore
 
 SIZES = (64, 128, 256, 512, 1024)
 MAX_BYTES = 256 << 20
-_AT_A_TIME = 2
+_BATCH_SIZE = 2
 _MOST_WAITING = 64
 _DRAWN_WITHIN_S = 30.0
 
@@ -29,7 +29,7 @@ _DRAWN_WITHIN_S = 30.0
 class Thumbnails:
     def __init__(self, assets: FileStore) -> None:
         self._assets = assets
-        self._free = asyncio.Semaphore(_AT_A_TIME)
+        self._free = asyncio.Semaphore(_BATCH_SIZE)
         self._making: dict[tuple[str, int], asyncio.Task[FileRecord]] = {}
 
     async def get(self, record: FileRecord, size: int) -> FileRecord:

@@ -59,13 +59,13 @@ from comfyfleet.wire.routes import ROUTES
 class Hub:
     """`is_open`: whoever asks from this machine without a key is an administrator. `legacy_websocket`: whether callers
     and monitors are still served over the WebSocket; workers always are. `guard` stands before every URL that is called
-    for somebody. `estate`: the tenants that an operator set up; unless given, those of the store, in no pool. `shred`
+    for somebody. `tenant_services`: tenants that an operator set up; by default those of the store, in no pool. `shred`
     makes what is sealed for a tenant unreadable for good. `proxies` are believed whom they speak for."""
 
     def __init__(
         self,
         engine: Engine,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         *,
         limits: HubLimits | None = None,
@@ -73,7 +73,7 @@ class Hub:
         legacy_websocket: LegacyWebsocket = "on",
         assets: FileStore | None = None,
         guard: UrlGuard | None = None,
-        estate: TenantServices | None = None,
+        tenant_services: TenantServices | None = None,
         shred: Callable[[TenantId], Awaitable[object]] | None = None,
         retention: Retention | None = None,
         proxies: TrustedProxies | None = None,
@@ -81,14 +81,14 @@ class Hub:
         self.engine = engine
         self._proxies = proxies or TrustedProxies()
         self.is_open = is_open
-        self.keys = Keys(cabinet, clock)
+        self.keys = Keys(documents, clock)
         kept = retention or Retention()
         keep_s: dict[Kind, float] = {
             "operations": kept.audit_days * DAY_S,
             "jobs": kept.audit_jobs_days * DAY_S,
         }
-        self.audit = AuditLog(cabinet, clock, SystemRandom(), keep_s)
-        self._worker_log = WorkerLog(engine, cabinet, self.audit)
+        self.audit = AuditLog(documents, clock, SystemRandom(), keep_s)
+        self._worker_log = WorkerLog(engine, documents, self.audit)
         self.limits = limits or HubLimits()
         self._is_stopping = False
         self._rooms, self._fleet = JobChannels(engine), FleetFeed(engine)
@@ -96,60 +96,65 @@ class Hub:
         metrics = Metrics(places, version_here())
         engine.measured_by(metrics.wrote)
         self._streams = StreamHandlers(engine, self._rooms, self._fleet, places, self.limits.beat_s)
-        guard, book, webhooks = guard or UrlGuard(), WebhookOutbox(cabinet), Webhooks(cabinet, clock)
-        sender = WebhookSender(engine, book, webhooks, guard, SystemRandom())
+        guard, ledger, webhooks = guard or UrlGuard(), WebhookOutbox(documents), Webhooks(documents, clock)
+        sender = WebhookSender(engine, ledger, webhooks, guard, SystemRandom())
         self._delivering = WebhookDispatcher(
-            engine, book, webhooks, guard, sender, PendingDeliveries(book, self.limits.max_pending_deliveries)
+            engine,
+            ledger,
+            webhooks,
+            guard,
+            sender,
+            PendingDeliveries(ledger, self.limits.max_pending_deliveries),
         )
         credentials = Authenticator(self.keys, clock, self.limits, is_open=is_open)
         keyed = WorkersByKey(engine, self.keys)
         self._key_watch = RevocationWatch(self.keys, places, keyed, self.limits.beat_s)
-        estate = estate or TenantServices(engine.store, clock, {})
-        tenants, pools = estate.tenants, estate.pools
-        duties = {
+        tenant_services = tenant_services or TenantServices(engine.store, clock, {})
+        tenants, pools = tenant_services.tenants, tenant_services.pools
+        tenant_maintenance = {
             "entries of the audit log": self.audit.tidy,
-            "records of tenants": estate.forgetting.tidy,
+            "records of tenants": tenant_services.forgetting.tidy,
             "notes on workers": self._worker_log.tidy,
         }
         if assets is not None:
-            duties["files"] = assets.tidy
-        self.upkeep = HubMaintenance(duties)
+            tenant_maintenance["files"] = assets.tidy
+        self.maintenance = HubMaintenance(tenant_maintenance)
         shares = FairShareSync(engine.store.shares)
         engine.judged_by(
-            TermsAdmission(tenants, pools, cabinet, engine.clock, is_shared=engine.store.is_shared)
+            TermsAdmission(tenants, pools, documents, engine.clock, is_shared=engine.store.is_shared)
         )
         engine.suspends_by(TenantSuspension(tenants, shares, self.audit).suspend)
-        belongings = TenantResources(
+        resources = TenantResources(
             cancel=engine.cancel,
             revoked=partial(_end_key, credentials, places),
             erase_files=None if assets is None else assets.forget_tenant,
             shred=shred,
         )
-        mover = TenantRelocation(tenants, pools, asyncio.sleep)
-        leaver = TenantDeletion(
-            engine.store, estate.homes, self.keys, webhooks, book, belongings, asyncio.sleep
+        relocation = TenantRelocation(tenants, pools, asyncio.sleep)
+        deletion = TenantDeletion(
+            engine.store, tenant_services.homes, self.keys, webhooks, ledger, resources, asyncio.sleep
         )
         stats = TenantQueueStats(engine, time.monotonic)
-        judge = TermsReview(estate.apart.central, tenants, engine.judge.judge_again, asyncio.sleep)
-        self._tenant_duties = TenantMaintenance(
-            cabinet, clock, tenants, mover, leaver, judge, shares, self.audit
+        judge = TermsReview(tenant_services.apart.central, tenants, engine.judge.judge_again, asyncio.sleep)
+        self._tenant_maintenance = TenantMaintenance(
+            documents, clock, tenants, relocation, deletion, judge, shares, self.audit
         )
-        self.unrunnable = UnrunnableJobTimeout(engine, tenants, cabinet, engine.clock)
+        self.unrunnable = UnrunnableJobTimeout(engine, tenants, documents, engine.clock)
         inputs = JobInputFiles(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs, keyed)
-        health = HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping)
+        health = HealthHandlers(engine.store, documents, clock, ROUTES, lambda: self._is_stopping)
         handlers: dict[str, Handler] = {
             **JobHandlers(engine, assets, inputs).bound(),
-            **DeleteHandlers(engine, estate.homes).bound(),
+            **DeleteHandlers(engine, tenant_services.homes).bound(),
             **FileHandlers(engine, assets).bound(),
-            **WebhookHandlers(engine, webhooks, book, guard, sender, self._delivering.wake).bound(),
+            **WebhookHandlers(engine, webhooks, ledger, guard, sender, self._delivering.wake).bound(),
             **self._streams.bound(),
             **FleetHandlers(engine, stats).bound(),
             **workers.bound(),
-            **TenantHandlers(estate, shares, clock, self._tenant_duties.wake).bound(),
+            **TenantHandlers(tenant_services, shares, clock, self._tenant_maintenance.wake).bound(),
             **CreditHandlers(engine, tenants, pools).bound(),
-            **UsageHandlers(estate.homes, clock).bound(),
-            **ReconcileHandlers(estate.reconciler).bound(),
+            **UsageHandlers(tenant_services.homes, clock).bound(),
+            **ReconcileHandlers(tenant_services.reconciler).bound(),
             **KeyHandlers(self.keys, credentials, places, self.audit, keyed).bound(),
             **PageHandlers(engine, stats, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
@@ -206,18 +211,18 @@ class Hub:
         twice."""
         self._delivering.start()
         self._key_watch.start()
-        self._tenant_duties.start()
+        self._tenant_maintenance.start()
         self.unrunnable.start()
-        self.upkeep.start()
+        self.maintenance.start()
         self._worker_log.start()
 
     async def finish(self) -> None:
         """After `stop`: nothing of the hub runs any more. Can be called twice."""
         await self._delivering.close()
         await self._key_watch.close()
-        await self._tenant_duties.close()
+        await self._tenant_maintenance.close()
         await self.unrunnable.close()
-        await self.upkeep.close()
+        await self.maintenance.close()
         await self._worker_log.close()
         await self.audit.close()
         self._bodies.close()

@@ -24,7 +24,7 @@ _TRIED_EVERY_S = 5.0
 _FAILED_EVERY_S = 1.0
 """So often at most is it written, however many ask."""
 
-DRAWER = "health"
+COLLECTION = "health"
 _NAME = "tried"
 _ROOM = "~room"
 _ROOM_BYTES = 60 * 1024
@@ -34,13 +34,13 @@ class HealthHandlers:
     def __init__(
         self,
         store: Store,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         routes: tuple[Route, ...],
         is_stopping: Callable[[], bool],
     ) -> None:
         self._store = store
-        self._cabinet = cabinet
+        self._documents = documents
         self._clock = clock
         self._turn = asyncio.Lock()
         self._next_try_at = self._tried_at = float("-inf")
@@ -77,9 +77,9 @@ class HealthHandlers:
 
     async def _write(self, body: bytes) -> None:
         """A few bytes, and as much as a job takes: a store that may not grow still changes what it has."""
-        await self._cabinet.put(DRAWER, _NAME, body, version=None)
-        await self._cabinet.put(DRAWER, _ROOM, bytes(_ROOM_BYTES), version=None)
-        await self._cabinet.remove(DRAWER, _ROOM)
+        await self._documents.put(COLLECTION, _NAME, body, version=None)
+        await self._documents.put(COLLECTION, _ROOM, bytes(_ROOM_BYTES), version=None)
+        await self._documents.remove(COLLECTION, _ROOM)
 
     def suspect(self) -> None:
         """Somebody met a fault: what was found before counts for a second more."""

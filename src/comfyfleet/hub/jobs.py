@@ -42,11 +42,11 @@ from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.answers import payload_body
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.route import LARGE_BYTES
-from comfyfleet.wire.status_names import spell, understood
+from comfyfleet.wire.status_names import parse_status, status_name
 
 _LOG = logging.getLogger(__name__)
 
-_AT_A_TIME = 50
+_BATCH_SIZE = 50
 """Jobs of a batch that are begun together; others get their turn between. A store writes in one group what has come
 while it wrote the last."""
 
@@ -116,7 +116,7 @@ class JobHandlers:
         key, jobs = _idempotency_key(call.headers), call.given.jobs
         items: list[answers.BatchItem] = []
         # Where other processes fill the same queue, whatever is under way together may go beyond its brim.
-        most = _AT_A_TIME if self._engine.store.is_shared else len(jobs)
+        most = _BATCH_SIZE if self._engine.store.is_shared else len(jobs)
         async for part in _parts(jobs, most):
             under_way: list[asyncio.Task[answers.BatchItem]] = []
             async with asyncio.TaskGroup() as group:
@@ -125,7 +125,7 @@ class JobHandlers:
                     own_key = None if key is None else f"{key}/{number}"
                     one = self._submit_one(item, call.caller, own_key, call.traceparent)
                     under_way.append(group.create_task(one))
-                    if len(under_way) % _AT_A_TIME == 0:
+                    if len(under_way) % _BATCH_SIZE == 0:
                         await asyncio.sleep(0)
             items += [task.result() for task in under_way]
         accepted = sum(item.job is not None for item in items)
@@ -173,7 +173,7 @@ class JobHandlers:
             tenant = TenantId(query.tenant)
         wanted = JobFilter(
             tenant,
-            None if query.status is None else understood(query.status),
+            None if query.status is None else parse_status(query.status),
             None if query.workflow_hash is None else WorkflowHash(query.workflow_hash),
             query.metadata,
             bodies.seconds_of(query.submitted_after),
@@ -198,7 +198,7 @@ class JobHandlers:
         phase, job = view.dispatch.phase, view.job
         _check_readable(job, "result")
         result = await self._linked(job)
-        body = answers.ResultBody(job.job_id, spell(phase), result, job.failure)
+        body = answers.ResultBody(job.job_id, status_name(phase), result, job.failure)
         return Reply(200 if phase.is_final else 202, body)
 
     async def _linked(self, job: Job) -> JobResult | None:
@@ -226,7 +226,7 @@ class JobHandlers:
     async def cancel(self, call: HubRequest[bodies.CancelRequest]) -> Reply:
         job_id = await self._mine(call)
         answer = await self._engine.cancel(job_id, call.given.reason)
-        return Reply(200, answers.CancelBody(job_id, spell(answer.phase), answer.cancel_requested))
+        return Reply(200, answers.CancelBody(job_id, status_name(answer.phase), answer.cancel_requested))
 
     async def retry(self, call: HubRequest[None]) -> Reply:
         return Reply(200, answers.submitted(await self._engine.retry(await self._mine(call))))
@@ -327,7 +327,7 @@ def _idempotency_key(headers: Mapping[str, str]) -> str | None:
     return key
 
 
-_AGAIN_S = 5.0
+_RETRY_S = 5.0
 
 
 class DeleteHandlers:
@@ -345,7 +345,7 @@ class DeleteHandlers:
         return Reply(204)
 
     async def _forget_apart(self, dispatch: Dispatch) -> None:
-        home = await self._homes.of(dispatch.tenant) if dispatch.is_apart else None
+        home = await self._homes.of(dispatch.tenant) if dispatch.has_tenant_database else None
         if home is None:
             return
         job_id, database = dispatch.job_id, home.database
@@ -354,5 +354,5 @@ class DeleteHandlers:
                 RefusalCode.UNAVAILABLE,
                 f"job {job_id!r} cannot be deleted just now: its tenant is on its way to another database, or it is "
                 "being taken up again; try again",
-                retry_after_s=_AGAIN_S,
+                retry_after_s=_RETRY_S,
             )

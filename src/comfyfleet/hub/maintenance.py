@@ -18,15 +18,17 @@ EVERY_S = 60.0
 
 
 class HubMaintenance:
-    def __init__(self, duties: Mapping[str, Callable[[], Awaitable[None]]], every_s: float = EVERY_S) -> None:
-        """`duties` by what they see to."""
-        self._duties = dict(duties)
+    def __init__(
+        self, tenant_maintenance: Mapping[str, Callable[[], Awaitable[None]]], every_s: float = EVERY_S
+    ) -> None:
+        """`tenant_maintenance` by what they see to."""
+        self._duties = dict(tenant_maintenance)
         self._every_s = every_s
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         if self._running is None:
-            self._running = in_background(self._run(), name="upkeep")
+            self._running = in_background(self._run(), name="maintenance")
 
     async def close(self) -> None:
         running, self._running = self._running, None

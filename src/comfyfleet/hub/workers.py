@@ -35,7 +35,7 @@ from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import Capabilities, WorkerRecord
-from comfyfleet.policy.sanitizer import safe_failure, safe_news
+from comfyfleet.policy.sanitizer import safe_failure, safe_progress
 from comfyfleet.ports import FileStore
 from comfyfleet.tracing import about
 from comfyfleet.wire import worker as wire
@@ -298,7 +298,7 @@ async def _reports(
 
 def _safe_report(told: wire.ReportBody) -> ProgressReport:
     report = wire.report(told)
-    return msgspec.structs.replace(report, data=safe_news(report.data))
+    return msgspec.structs.replace(report, data=safe_progress(report.data))
 
 
 def _tell_end(ref: LeaseRef, end: str) -> None:

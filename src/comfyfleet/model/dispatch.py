@@ -148,7 +148,7 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     payload_sha256: bytes | None = None
     """Of what its lease runs (`model/payload_digest.py`). None: not known before the lease, as of a job that waits for
     files of others, or is encrypted (a digest would confirm a guess), or was taken by an older version."""
-    is_apart: bool = False
+    has_tenant_database: bool = msgspec.field(default=False, name="is_apart")
     """Its record lies in a tenant's database, where its end is to be settled."""
     settled_at: float | None = None
     """When the tenant's database had taken in the end of this round."""
@@ -204,7 +204,7 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     @property
     def is_unsettled(self) -> bool:
         """It has ended, and the tenant's database does not know yet: whoever finds it goes and tells."""
-        return self.is_apart and self.settled_at is None and self.phase.is_final
+        return self.has_tenant_database and self.settled_at is None and self.phase.is_final
 
     def lease_ref(self) -> LeaseRef:
         assert self.lease is not None, "only a leased dispatch has a lease to refer to"

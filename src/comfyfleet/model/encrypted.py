@@ -19,21 +19,21 @@ NAME = "comfyfleet:sealed"
 _INSIDE = "value"
 
 
-def sealed_payload(sealed: bytes) -> Submission:
-    return Submission({NAME: {_INSIDE: sealed}})
+def encrypted_payload(encrypted: bytes) -> Submission:
+    return Submission({NAME: {_INSIDE: encrypted}})
 
 
-def sealed_result(sealed: bytes) -> JobResult:
-    return JobResult({NAME: {_INSIDE: sealed}})
+def encrypted_result(encrypted: bytes) -> JobResult:
+    return JobResult({NAME: {_INSIDE: encrypted}})
 
 
-def sealed_failure(failure: Failure, sealed: bytes) -> Failure:
+def encrypted_failure(failure: Failure, encrypted: bytes) -> Failure:
     """Its kind stays to be read: what follows from a failure follows from that."""
-    return Failure(failure.kind, "sealed", node_errors={NAME: {_INSIDE: sealed}})
+    return Failure(failure.kind, "sealed", node_errors={NAME: {_INSIDE: encrypted}})
 
 
-def sealed_data(sealed: bytes) -> dict[str, Any]:
-    return {NAME: {_INSIDE: sealed}}
+def encrypted_data(encrypted: bytes) -> dict[str, Any]:
+    return {NAME: {_INSIDE: encrypted}}
 
 
 def in_payload(payload: Submission) -> bytes | None:

@@ -48,7 +48,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The files that are its thumbnails, by their sizes."""
     upload: str | None = None
     """The storage's name for an upload in parts that is under way."""
-    is_apart: bool = False
+    has_tenant_database: bool = msgspec.field(default=False, name="is_apart")
     """A stub: the record lies in its tenant's own database."""
 
 

@@ -38,25 +38,25 @@ class WorkflowStatsDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_gb: float = 0.0
     most_tenants: int = 0
 
-    def apply(self, lesson: WorkflowStats | None) -> WorkflowStats:
-        after = lesson or WorkflowStats(self.workflow_hash)
+    def apply(self, stats: WorkflowStats | None) -> WorkflowStats:
+        after = stats or WorkflowStats(self.workflow_hash)
         if self.seconds is not None:
             after = self._with_duration(after, self.seconds)
         return after if self.tenant is None else self._with_memory(after, self.tenant)
 
-    def _with_duration(self, lesson: WorkflowStats, seconds: float) -> WorkflowStats:
-        known = lesson.durations.get(self.worker_class)
-        if known is None and len(lesson.durations) >= self.most_classes:
-            return lesson
+    def _with_duration(self, stats: WorkflowStats, seconds: float) -> WorkflowStats:
+        known = stats.durations.get(self.worker_class)
+        if known is None and len(stats.durations) >= self.most_classes:
+            return stats
         mean_s, runs = (seconds, 0) if known is None else (known.mean_s, known.runs)
         mean_s += max(self.fade, 1 / (runs + 1)) * (seconds - mean_s)
-        durations = {**lesson.durations, self.worker_class: MeanDuration(mean_s, runs + 1)}
-        return msgspec.structs.replace(lesson, durations=durations)
+        durations = {**stats.durations, self.worker_class: MeanDuration(mean_s, runs + 1)}
+        return msgspec.structs.replace(stats, durations=durations)
 
-    def _with_memory(self, lesson: WorkflowStats, tenant: TenantId) -> WorkflowStats:
-        limits = dict(lesson.memory_by_tenant)
+    def _with_memory(self, stats: WorkflowStats, tenant: TenantId) -> WorkflowStats:
+        limits = dict(stats.memory_by_tenant)
         limits[tenant] = max(limits.get(tenant, 0.0), self.memory_gb)
         if len(limits) > self.most_tenants:
             # The largest count for most: the second of them is everybody's.
             del limits[min(limits, key=lambda each: limits[each])]
-        return msgspec.structs.replace(lesson, memory_by_tenant=limits)
+        return msgspec.structs.replace(stats, memory_by_tenant=limits)

@@ -27,7 +27,7 @@ _TLS_THERE = "the connection was closed without an answer. Is it https:// there?
 _NO_TRUST = "its certificate is not trusted ({why}). Name one to trust{option}"
 
 _PROBLEM = "urn:comfyfleet:problem:"
-_LOOK_S = 3.0
+_POLL_S = 3.0
 _LOOK_BYTES = 1 << 20
 
 
@@ -98,7 +98,7 @@ async def not_a_hub(session: aiohttp.ClientSession, url: str, status: int) -> Fa
         TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError
     ):
         async with session.get(
-            f"{url}/system_stats", timeout=aiohttp.ClientTimeout(total=_LOOK_S), allow_redirects=False
+            f"{url}/system_stats", timeout=aiohttp.ClientTimeout(total=_POLL_S), allow_redirects=False
         ) as response:
             body = msgspec.json.decode(await response.content.read(_LOOK_BYTES))
     if isinstance(body, Mapping) and "system" in body and "devices" in body:

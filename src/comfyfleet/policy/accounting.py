@@ -187,17 +187,17 @@ def total(tenant: TenantId, postings: Iterable[Posting]) -> Account:
     return Account(tenant, balance, held)
 
 
-def problems(book: Ledger) -> list[str]:
+def problems(ledger: Ledger) -> list[str]:
     """What is wrong with a book, in words; nothing if every invariant holds."""
-    return [*_wrong_sums(book), *_wrong_holds(book), *_wrong_endings(book)]
+    return [*_wrong_sums(ledger), *_wrong_holds(ledger), *_wrong_endings(ledger)]
 
 
-def _wrong_sums(book: Ledger) -> list[str]:
-    found, account = [], book.account
-    summed = total(account.tenant, book.postings)
-    settled = {each.hold_id for each in book.settlements}
-    open_credits = sum(each.amount for each in book.holds if each.hold_id not in settled)
-    pending = sum(each.amount for each in book.grants if each.state is GrantState.PENDING)
+def _wrong_sums(ledger: Ledger) -> list[str]:
+    found, account = [], ledger.account
+    summed = total(account.tenant, ledger.postings)
+    settled = {each.hold_id for each in ledger.settlements}
+    open_credits = sum(each.amount for each in ledger.holds if each.hold_id not in settled)
+    pending = sum(each.amount for each in ledger.grants if each.state is GrantState.PENDING)
     if (account.balance, account.held) != (summed.balance, summed.held):
         found.append(
             f"the account says {account.balance} with {account.held} held, its postings add up to {summed.balance} "
@@ -212,19 +212,19 @@ def _wrong_sums(book: Ledger) -> list[str]:
     return found
 
 
-def _wrong_holds(book: Ledger) -> list[str]:
+def _wrong_holds(ledger: Ledger) -> list[str]:
     found = []
-    holds = {each.hold_id: each for each in book.holds}
-    counted = Counter(each.hold_id for each in book.settlements)
+    holds = {each.hold_id: each for each in ledger.holds}
+    counted = Counter(each.hold_id for each in ledger.settlements)
     found += [f"hold {hold_id} is settled {times} times" for hold_id, times in counted.items() if times > 1]
-    expected: Counter[Posting] = Counter(posting_of(each) for each in book.holds)
-    expected.update(posting_of(each) for each in book.grants if each.state is GrantState.GRANTED)
-    for each in book.settlements:
+    expected: Counter[Posting] = Counter(posting_of(each) for each in ledger.holds)
+    expected.update(posting_of(each) for each in ledger.grants if each.state is GrantState.GRANTED)
+    for each in ledger.settlements:
         if each.hold_id not in holds:
             found.append(f"{each.hold_id} is settled and was never held")
         else:
             expected[settling_posting(holds[each.hold_id], each)] += 1
-    written = Counter(_unnumbered(each) for each in book.postings if each.kind is not PostingKind.ADJUST)
+    written = Counter(_unnumbered(each) for each in ledger.postings if each.kind is not PostingKind.ADJUST)
     found += [f"{each.kind} of {each.reference} is not in the book" for each in expected - written]
     found += [
         f"{each.kind} of {each.reference} is in the book without a cause" for each in written - expected
@@ -232,12 +232,12 @@ def _wrong_holds(book: Ledger) -> list[str]:
     return found
 
 
-def _wrong_endings(book: Ledger) -> list[str]:
+def _wrong_endings(ledger: Ledger) -> list[str]:
     """Consumed ⇔ completed; refunded ⇔ failed or cancelled; open ⇔ the round goes on."""
     found = []
-    outcomes = {each.hold_id: each.outcome for each in book.settlements}
-    for hold in book.holds:
-        ended, outcome = book.endings.get(hold.hold_id), outcomes.get(hold.hold_id)
+    outcomes = {each.hold_id: each.outcome for each in ledger.settlements}
+    for hold in ledger.holds:
+        ended, outcome = ledger.endings.get(hold.hold_id), outcomes.get(hold.hold_id)
         due = None if ended is None else Outcome.CONSUMED if ended == Phase.COMPLETED else Outcome.REFUNDED
         if due is not outcome:
             found.append(f"round {hold.hold_id} is {ended or 'open'} and its hold is {outcome or 'open'}")

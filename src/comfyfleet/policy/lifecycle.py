@@ -67,7 +67,7 @@ def paused(dispatch: Dispatch) -> Change:
     return Change(standing=Readiness.PAUSED)
 
 
-def standing_at(not_before: float | None, now: float, is_held: bool = False) -> Readiness:
+def readiness_at(not_before: float | None, now: float, is_held: bool = False) -> Readiness:
     is_early = not_before is not None and not_before > now
     return Readiness.DELAYED if is_held or is_early else Readiness.IN_LANE
 

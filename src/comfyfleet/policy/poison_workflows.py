@@ -32,7 +32,7 @@ def death_of(dispatch: Dispatch, server_deaths: int, now: float) -> Block:
 
 def deaths_lately(known: Block | None, rules: Rules, now: float) -> int:
     """Of the workflow of a tenant, by what is remembered of it for every worker."""
-    is_fresh = known is not None and now - known.made_at < rules.deadly_window_s
+    is_fresh = known is not None and now - known.made_at < rules.poison_window_s
     return known.failures if known is not None and is_fresh else 0
 
 
@@ -62,7 +62,7 @@ def check_refused(workflow_hash: WorkflowHash, tenant: TenantId, refused: Set[st
         )
 
 
-def failure_of_deadly(failure: Failure, dispatch: Dispatch) -> Failure:
+def failure_of_poison(failure: Failure, dispatch: Dispatch) -> Failure:
     """What becomes of the job that showed it: its caller reads what died, and why it is not tried again."""
     why = why_refused(dispatch.workflow_hash, dispatch.tenant)
     return msgspec.structs.replace(failure, message=f"{failure.message.rstrip('.')}; {why}")
@@ -77,7 +77,7 @@ def is_to_be_paused(tenant: TenantId, blocks: Iterable[Block], rules: Rules, now
     """Whether so many workflows of the tenant were refused lately that nothing more of it is run. The default tenant is
     not paused: where nobody set up tenants, all jobs are of it."""
     lately = sum(
-        is_refusing(block) and block.tenant == tenant and now - block.made_at < rules.deadly_window_s
+        is_refusing(block) and block.tenant == tenant and now - block.made_at < rules.poison_window_s
         for block in blocks
     )
-    return tenant != DEFAULT_TENANT and lately >= rules.deadly_workflows
+    return tenant != DEFAULT_TENANT and lately >= rules.poison_workflows

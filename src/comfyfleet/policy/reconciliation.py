@@ -27,7 +27,7 @@ class FindingKind(StrEnum):
     set back: somebody has to look."""
     OLD_HOLD = "old_hold"
     """Held for longer than jobs usually live: somebody may want to look."""
-    WRONG_BOOK = "wrong_book"
+    WRONG_LEDGER = "wrong_book"
     """A book does not add up: somebody has to look."""
     UNSEEN = "unseen"
     """The tenant's database could not be asked, so nothing is known: neither that it agrees nor that it does not."""
@@ -37,7 +37,7 @@ class FindingKind(StrEnum):
         return self not in (
             FindingKind.AHEAD,
             FindingKind.OLD_HOLD,
-            FindingKind.WRONG_BOOK,
+            FindingKind.WRONG_LEDGER,
             FindingKind.UNSEEN,
         )
 

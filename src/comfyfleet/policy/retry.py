@@ -102,7 +102,7 @@ class RetryDecision(msgspec.Struct, frozen=True):
     expired_on: tuple[WorkerId, ...]
     not_before: float | None
     server_deaths: int
-    is_deadly: bool
+    is_poison: bool
     """Servers die of its workflow: nobody is to run it any more."""
     keep_off_worker: bool
     """Another worker can run it: not on this one again for a while."""
@@ -138,9 +138,9 @@ def after_failure(
         expired_on = _with(expired_on, worker_id)
 
     server_deaths = dispatch.server_deaths + (failure.server_died is not None)
-    is_deadly = failure.server_died is not None and server_deaths >= rules.max_server_deaths
+    is_poison = failure.server_died is not None and server_deaths >= rules.max_server_deaths
     why = ""
-    if is_deadly:
+    if is_poison:
         why = f"{server_deaths} servers died while they ran it: the workflow is to blame"
     elif row.is_final or (is_refused and not choice.may_accept):
         why = failure.message
@@ -168,7 +168,7 @@ def after_failure(
         expired_on=expired_on,
         not_before=not_before,
         server_deaths=server_deaths,
-        is_deadly=is_deadly,
+        is_poison=is_poison,
         keep_off_worker=will_retry and (is_refused or choice.others > 0),
         why=why,
     )

@@ -59,9 +59,9 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The longest a worker stays blocked for something it lacked, should its inventory never be seen to change."""
     max_server_deaths: int = 2
     """So many servers died while they ran a job: its workflow is refused to its tenant until an operator lifts it."""
-    deadly_workflows: int = 3
+    poison_workflows: int = 3
     """So many workflows of a tenant were refused in this time: nothing more of it is run."""
-    deadly_window_s: float = 3600.0
+    poison_window_s: float = 3600.0
     quarantine_blocks: int = 32
     quarantine_s: float = 300.0
 

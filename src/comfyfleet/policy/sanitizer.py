@@ -23,7 +23,7 @@ INSIDE = "(an address inside the fleet)"
 _MAX_DEPTH = 32
 _MAX_PATH = 4_096
 _MAX_URL = 16_384
-_MAX_NEWS = 10_000
+_MAX_PROGRESS_VALUES = 10_000
 """Characters; no text of a run that goes on needs more."""
 _MAX_KEY = 1_000
 _UNNAMED = "file"
@@ -73,28 +73,28 @@ def safe_failure(failure: Failure) -> Failure:
     return failure if changed == failure else changed
 
 
-def safe_news(data: dict[str, Any]) -> dict[str, Any]:
+def safe_progress(data: dict[str, Any]) -> dict[str, Any]:
     """What a worker told of a run that goes on, at every depth."""
-    return {_safe_key(name): _safe_news(name, value, 1) for name, value in data.items()}
+    return {_safe_key(name): _safe_progress(name, value, 1) for name, value in data.items()}
 
 
 def _safe_key(name: str) -> str:
     return safe_text(name[:_MAX_KEY])[:_MAX_KEY]
 
 
-def _safe_news(name: str, value: Any, depth: int) -> Any:
+def _safe_progress(name: str, value: Any, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         return None
     if isinstance(value, dict):
-        return {_safe_key(key): _safe_news(key, each, depth + 1) for key, each in value.items()}
+        return {_safe_key(key): _safe_progress(key, each, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_safe_news(name, each, depth + 1) for each in value]
+        return [_safe_progress(name, each, depth + 1) for each in value]
     if not isinstance(value, str):
         return value
     safe = _safe_member(name, value)
     if safe is None or _is_script(safe):
         return None
-    return safe_text(safe[:_MAX_NEWS])
+    return safe_text(safe[:_MAX_PROGRESS_VALUES])
 
 
 # names

@@ -23,7 +23,7 @@ from comfyfleet.model.tenant import Tenant, TenantState, TenantTerms
 from comfyfleet.model.worker import TenantAccess
 from comfyfleet.policy import accounting
 
-_AGAIN_S = 5.0
+_RETRY_S = 5.0
 _JUDGED_BY = (
     "tier",
     "isolation",
@@ -107,7 +107,7 @@ def moving(tenant: Tenant, pool: str, now: float) -> Tenant:
             RefusalCode.UNAVAILABLE,
             f"what tenant {tenant.tenant_id!r} left in the pool {tenant.moved_from!r} is still being erased: "
             "try again in a moment",
-            retry_after_s=_AGAIN_S,
+            retry_after_s=_RETRY_S,
         )
     return replace(
         tenant, state=TenantState.MOVING, returns_to=tenant.state, moving_to=pool, moving_since=now
@@ -151,7 +151,7 @@ def check_open(tenant: Tenant) -> None:
         raise Refusal(
             RefusalCode.UNAVAILABLE,
             f"tenant {tenant.tenant_id!r} is being moved to the pool {tenant.moving_to!r}: try again in a moment",
-            retry_after_s=_AGAIN_S,
+            retry_after_s=_RETRY_S,
         )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from comfyfleet.model.dispatch import Change, Dispatch, Phase, Readiness, Stop
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.tenant import Tenant
-from comfyfleet.policy.lifecycle import standing_at
+from comfyfleet.policy.lifecycle import readiness_at
 from comfyfleet.policy.priority import effective_priority, next_priority_change
 from comfyfleet.policy.rules import Rules
 
@@ -70,7 +70,7 @@ def released(dispatch: Dispatch, now: float, rules: Rules) -> Change:
     """All that it waited for completed. A preference is waited for from now on."""
     standing = dispatch.standing
     if standing is Readiness.DELAYED:
-        standing = standing_at(dispatch.not_before, now)
+        standing = readiness_at(dispatch.not_before, now)
     relax_at = None if dispatch.relaxed_class is None else now + rules.affinity_wait_s
     free = msgspec.structs.replace(dispatch, is_held=False, standing=standing, relax_at=relax_at)
     return msgspec.structs.replace(_placed(free, now, rules), is_held=False)
@@ -105,7 +105,7 @@ def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
 def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:
     """Back in line after a lease, or paused if that was asked for, with all that time has brought meanwhile: while it
     ran nobody looked."""
-    standing = standing_at(not_before, now) if dispatch.pause_requested_at is None else Readiness.PAUSED
+    standing = readiness_at(not_before, now) if dispatch.pause_requested_at is None else Readiness.PAUSED
     waiting = msgspec.structs.replace(
         dispatch, phase=phase, lease=None, standing=standing, not_before=not_before
     )

@@ -29,45 +29,45 @@ def of_out_of_memory(workflow_hash: WorkflowHash, tenant: TenantId, vram_gb: flo
     return WorkflowStatsDelta(workflow_hash, tenant=tenant, memory_gb=vram_gb, most_tenants=_MAX_TENANTS)
 
 
-def after_run(lesson: WorkflowStats, worker_class: str, seconds: float) -> WorkflowStats:
-    return of_run(lesson.workflow_hash, worker_class, seconds).apply(lesson)
+def after_run(stats: WorkflowStats, worker_class: str, seconds: float) -> WorkflowStats:
+    return of_run(stats.workflow_hash, worker_class, seconds).apply(stats)
 
 
-def after_out_of_memory(lesson: WorkflowStats, tenant: TenantId, vram_gb: float) -> WorkflowStats:
-    return of_out_of_memory(lesson.workflow_hash, tenant, vram_gb).apply(lesson)
+def after_out_of_memory(stats: WorkflowStats, tenant: TenantId, vram_gb: float) -> WorkflowStats:
+    return of_out_of_memory(stats.workflow_hash, tenant, vram_gb).apply(stats)
 
 
-def memory_above_gb(lesson: WorkflowStats, tenant: TenantId) -> float:
+def memory_above_gb(stats: WorkflowStats, tenant: TenantId) -> float:
     """The largest card known to be too small for this tenant: its own, or one that was for two others."""
-    limits = lesson.memory_by_tenant
+    limits = stats.memory_by_tenant
     met_by_two = sorted(limits.values())[-2] if len(limits) > 1 else 0.0
-    return max(lesson.memory_above_gb, limits.get(tenant, 0.0), met_by_two)
+    return max(stats.memory_above_gb, limits.get(tenant, 0.0), met_by_two)
 
 
-def expected_s(lesson: WorkflowStats | None, worker_class: str) -> float | None:
+def expected_s(stats: WorkflowStats | None, worker_class: str) -> float | None:
     """Seconds on this class of worker, else the mean over those that are known, else nothing."""
-    if lesson is None or not lesson.durations:
+    if stats is None or not stats.durations:
         return None
-    exact = lesson.durations.get(worker_class)
+    exact = stats.durations.get(worker_class)
     if exact is not None:
         return exact.mean_s
-    return sum(duration.mean_s for duration in lesson.durations.values()) / len(lesson.durations)
+    return sum(duration.mean_s for duration in stats.durations.values()) / len(stats.durations)
 
 
-def without_slow(needs: Requirements, lesson: WorkflowStats | None) -> Requirements:
+def without_slow(needs: Requirements, stats: WorkflowStats | None) -> Requirements:
     """Keep a job with a limit on its processing time from the classes of workers known to take longer."""
     limit = needs.max_processing_s
-    if limit is None or lesson is None:
+    if limit is None or stats is None:
         return needs
-    slow = tuple(sorted(name for name, duration in lesson.durations.items() if duration.mean_s > limit))
+    slow = tuple(sorted(name for name, duration in stats.durations.items() if duration.mean_s > limit))
     return msgspec.structs.replace(needs, slow_worker_classes=slow) if slow else needs
 
 
 def with_memory(
-    needs: Requirements, lesson: WorkflowStats | None, tenant: TenantId, fleet: Iterable[Capabilities]
+    needs: Requirements, stats: WorkflowStats | None, tenant: TenantId, fleet: Iterable[Capabilities]
 ) -> Requirements:
     """Ask for more memory than was seen to be too little, if any worker has more; else a hopeless need helps nobody."""
-    above_gb = 0.0 if lesson is None else memory_above_gb(lesson, tenant)
+    above_gb = 0.0 if stats is None else memory_above_gb(stats, tenant)
     if above_gb <= needs.hardware.gpu_memory_above_gb:
         return needs
     if not any(worker.hardware.gpu.memory_gb > above_gb for worker in fleet):
@@ -76,7 +76,7 @@ def with_memory(
     return msgspec.structs.replace(needs, hardware=hardware)
 
 
-def no_lesson(workflow_hash: WorkflowHash) -> WorkflowStats:
+def no_workflow_stats(workflow_hash: WorkflowHash) -> WorkflowStats:
     return WorkflowStats(workflow_hash)
 
 

@@ -182,15 +182,15 @@ _NEWS = {
 }
 
 
-def of_news(news: ProgressEvent, label: JobLabel) -> PoolEvent:
-    data = news.data
+def of_progress(progress: ProgressEvent, label: JobLabel) -> PoolEvent:
+    data = progress.data
     return PoolEvent(
-        _NEWS[news.kind],
-        news.at,
+        _NEWS[progress.kind],
+        progress.at,
         label.public_id,
         label.workflow_hash,
         label.metadata,
-        client_id=news.worker_id,
+        client_id=progress.worker_id,
         prompt_id=data.get("prompt_id"),
         node=data.get("node"),
         value=data.get("value"),
@@ -198,7 +198,7 @@ def of_news(news: ProgressEvent, label: JobLabel) -> PoolEvent:
         percentage=data.get("percentage"),
         remaining_s=data.get("remaining_s"),
         message=data.get("message") or "",
-        image=news.image,
+        image=progress.image,
         image_type=data.get("format"),
         output=data.get("output"),
         files=msgspec.convert(data.get("files") or (), tuple[OutputFile, ...]),
@@ -338,7 +338,7 @@ class EventDispatcher:
     async def _of_job(self, event: Event, label: JobLabel) -> Iterable[PoolEvent]:
         assert not isinstance(event, FleetEvent)
         if not isinstance(event, Fact):
-            return (of_news(event, label),)
+            return (of_progress(event, label),)
         result = failure = None
         if event.kind is FactKind.COMPLETED:
             job = await self._engine.store.records.get(event.job_id)

@@ -26,7 +26,7 @@ from comfyfleet.worker.settings import AgentState, AgentStatus
 
 _LOG = logging.getLogger(__name__)
 
-_LOOK_S = 2.0
+_POLL_S = 2.0
 """A job that no server can take is told of after so long."""
 _LOOK_AGAIN_S = 10.0
 _MAX_WATCHED = 100
@@ -95,7 +95,7 @@ class Notices:
                 self._is_wanted.clear()
                 await self._is_wanted.wait()
             self._is_wanted.clear()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             for kind, watched in list(self._watched.items()):
                 try:
                     await self._look(kind, watched)

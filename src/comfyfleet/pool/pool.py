@@ -60,7 +60,7 @@ from comfyfleet.pool.records import (
 )
 from comfyfleet.pool.servers import PoolServers
 from comfyfleet.ports import Store
-from comfyfleet.stores.factory import open_store, refuse_if_sealed
+from comfyfleet.stores.factory import open_store, refuse_if_encrypted
 from comfyfleet.stores.failure_texts import without_a_hub
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
@@ -131,8 +131,8 @@ class WorkflowPool:
             self._on_state,
         )
         self._affinities = {checked(each).workflow_hash: each for each in workflow_affinities}
-        self._teller = EventDispatcher(self._engine, self._engine.clock)
-        self._notices = Notices(self._engine, self._teller.hear)
+        self._dispatcher = EventDispatcher(self._engine, self._engine.clock)
+        self._notices = Notices(self._engine, self._dispatcher.hear)
         self._waiting = JobWaiters()
         self._forgets = isinstance(store, str) and store.startswith("memory:")
         self._first_servers = tuple(servers)
@@ -158,10 +158,10 @@ class WorkflowPool:
         await self._engine.__aenter__()
         self._state = "open"
         self._engine.bus.listen(self._waiting.hear)
-        self._teller.start()
+        self._dispatcher.start()
         self._notices.start()
         try:
-            await refuse_if_sealed(self._engine.store.cabinet)
+            await refuse_if_encrypted(self._engine.store.documents)
             for server in self._first_servers:
                 await self._servers.add(server)
             await self._servers.first_verdicts()
@@ -169,7 +169,7 @@ class WorkflowPool:
             await self.close()
             raise
         message = f"{self._servers.online()} of {len(self._servers)} server(s) online"
-        self._teller.hear(FleetEvent("ready", self._engine.now(), WorkerId(""), {"message": message}))
+        self._dispatcher.hear(FleetEvent("ready", self._engine.now(), WorkerId(""), {"message": message}))
 
     async def close(self) -> None:
         """Stops at once: what runs is cancelled on its server. `drain()` first lets it finish."""
@@ -187,7 +187,7 @@ class WorkflowPool:
         await self._servers.close()
         await self._engine.close()
         self._waiting.wake_all()
-        await self._teller.close()
+        await self._dispatcher.close()
 
     async def drain(self) -> None:
         """No server takes anything new; returns when what runs has ended."""
@@ -349,7 +349,7 @@ class WorkflowPool:
 
     async def events(self, job_id: str) -> AsyncGenerator[PoolEvent, None]:
         """What is kept of a job's past (no progress, no previews), then all that happens, to its end or the pool's."""
-        async with contextlib.aclosing(self._teller.watch(await self._inner(job_id))) as watched:
+        async with contextlib.aclosing(self._dispatcher.watch(await self._inner(job_id))) as watched:
             async for event in watched:
                 yield event
 
@@ -412,14 +412,14 @@ class WorkflowPool:
     ) -> Callable[[], None]:
         """Calls `handler` for every such event (a plain or an async function), in order. `where` filters by the
         job's metadata. Returns a function that ends it."""
-        return self._teller.on(name, handler, where)
+        return self._dispatcher.on(name, handler, where)
 
     # inside
 
     def _on_state(self, client_id: str, state: AgentState) -> None:
         self._notices.server_changed(client_id, state)
         data = {"state": state.status.value, "message": state.reason}
-        self._teller.hear(FleetEvent("state", self._engine.now(), WorkerId(client_id), data))
+        self._dispatcher.hear(FleetEvent("state", self._engine.now(), WorkerId(client_id), data))
 
     async def _inner(self, job_id: str) -> JobId:
         """The engine's id for what the caller calls the job: its own id, or ours."""

@@ -34,7 +34,7 @@ from comfyfleet.policy.rules import Rules
 from comfyfleet.pool.options import SERVER, Server, check
 from comfyfleet.pool.records import ServerStats
 from comfyfleet.ports import Clock, Connector, Store, WorkerApi
-from comfyfleet.stores.factory import open_store, refuse_if_sealed
+from comfyfleet.stores.factory import open_store, refuse_if_encrypted
 from comfyfleet.stores.failure_texts import without_a_hub
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings, server_id
@@ -319,14 +319,14 @@ class StoreWorkers:
         agent: AgentSettings | None = None,
         comfyui: ComfyUISettings | None = None,
         journals: Path | None = None,
-        sealing: Callable[[Store, Clock], Store] | None = None,
+        encryption: Callable[[Store, Clock], Store] | None = None,
     ) -> None:
-        """`sealing` is put around the store where its jobs are sealed; without, such a store is refused."""
+        """`encryption` is put around the store where its jobs are sealed; without, such a store is refused."""
         clock = SystemClock()
         opened = open_store(store, clock)
         # Sealed, what a server said may lie in the store itself.
-        opened = without_a_hub(opened) if sealing is None else sealing(opened, clock)
-        self._has_keys = sealing is not None
+        opened = without_a_hub(opened) if encryption is None else encryption(opened, clock)
+        self._has_keys = encryption is not None
         if not opened.is_shared:
             scheme = urlsplit(store).scheme
             raise Refusal(
@@ -350,7 +350,7 @@ class StoreWorkers:
         await self._engine.__aenter__()
         try:
             if not self._has_keys:
-                await refuse_if_sealed(self._engine.store.cabinet)
+                await refuse_if_encrypted(self._engine.store.documents)
             for server in self._first_servers:
                 await self._servers.add(server)
             await self._servers.first_verdicts()

@@ -84,7 +84,7 @@ class Store(Protocol):
     @property
     def records(self) -> Records: ...
     @property
-    def cabinet(self) -> DocumentStore: ...
+    def documents(self) -> DocumentStore: ...
     @property
     def shares(self) -> FairShare: ...
     @property
@@ -94,11 +94,11 @@ class Store(Protocol):
         """Whether other processes write here too; then what an engine knows of the fleet is read again and again."""
 
     @property
-    def foreign(self) -> DirectWorkerInbox | None:
+    def direct_workers(self) -> DirectWorkerInbox | None:
         """The door of workers that have no engine, where the store has one."""
 
     @property
-    def relay(self) -> PeerChannel | None:
+    def peer_channel(self) -> PeerChannel | None:
         """Between the processes on this store, where it has one. Without, they find each other's facts by looking."""
 
     async def open(self) -> None:
@@ -186,8 +186,8 @@ class Store(Protocol):
         """Removes and answers those whose time is over."""
 
     async def next_block_end(self) -> float | None: ...
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None: ...
-    async def put_lesson(self, lesson: WorkflowStats) -> None: ...
+    async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None: ...
+    async def put_workflow_stats(self, stats: WorkflowStats) -> None: ...
     async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats: ...
     async def close(self) -> None: ...
 
@@ -225,7 +225,7 @@ class DirectWorkerInbox(Protocol):
 class JobTransfer(Protocol):
     """What a store gives to, and takes from, another store. No job in it is leased."""
 
-    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
+    async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         """Takes jobs in, in one step and in their order, behind everything that is here. Facts, attempts, revision and
         lease number stay as they are; the place in line and, of a job that has ended, the time to keep it from are new.
 
@@ -236,7 +236,7 @@ class JobTransfer(Protocol):
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
         """Forgets each job that is as it was read; one that was written since then, or is leased, is answered False."""
 
-    async def lessons(self) -> list[WorkflowStats]:
+    async def workflow_stats(self) -> list[WorkflowStats]:
         """All of them, the longest unused first."""
 
 

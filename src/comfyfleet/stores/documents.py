@@ -15,7 +15,7 @@ from comfyfleet.ports import Document
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_NAME = 512
-_DRAWER = re.compile(r"[a-z_]{1,64}")
+_COLLECTION = re.compile(r"[a-z_]{1,64}")
 
 
 def is_name(name: str) -> bool:
@@ -23,9 +23,9 @@ def is_name(name: str) -> bool:
     return 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
-def check_document(drawer: str, name: str, body: bytes) -> None:
+def check_document(collection: str, name: str, body: bytes) -> None:
     """Asked before anything is changed."""
-    assert _DRAWER.fullmatch(drawer), "drawers are named in the source, with small letters"
+    assert _COLLECTION.fullmatch(collection), "drawers are named in the source, with small letters"
     if not is_name(name):
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"a name has 1 to {MAX_NAME} characters, all of them printable"
@@ -44,40 +44,40 @@ def check_start(after: str) -> None:
 
 class MemoryDocumentStore:
     def __init__(self) -> None:
-        self._drawers: dict[str, dict[str, Document]] = {}
+        self._collections: dict[str, dict[str, Document]] = {}
         self._names: dict[str, list[str]] = {}
         """Of each drawer, in order."""
 
-    async def get(self, drawer: str, name: str) -> Document | None:
-        return self._drawers.get(drawer, {}).get(name)
+    async def get(self, collection: str, name: str) -> Document | None:
+        return self._collections.get(collection, {}).get(name)
 
-    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
-        check_document(drawer, name, body)
-        documents = self._drawers.setdefault(drawer, {})
+    async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(collection, name, body)
+        documents = self._collections.setdefault(collection, {})
         known = documents.get(name)
         current = 0 if known is None else known.version
         if version not in (None, current):
             return False
         documents[name] = Document(name, body, current + 1)
         if known is None:
-            insort(self._names.setdefault(drawer, []), name)
+            insort(self._names.setdefault(collection, []), name)
         return True
 
-    async def remove(self, drawer: str, name: str) -> bool:
-        if self._drawers.get(drawer, {}).pop(name, None) is None:
+    async def remove(self, collection: str, name: str) -> bool:
+        if self._collections.get(collection, {}).pop(name, None) is None:
             return False
-        names = self._names[drawer]
+        names = self._names[collection]
         del names[bisect_left(names, name)]
         return True
 
-    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+    async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]:
         check_start(after)
-        documents, names = self._drawers.get(drawer, {}), self._names.get(drawer, [])
+        documents, names = self._collections.get(collection, {}), self._names.get(collection, [])
         start = bisect_right(names, after) if after else 0
         return [documents[name] for name in names[start : start + limit]]
 
-    async def drawers(self) -> list[str]:
-        return sorted(name for name, documents in self._drawers.items() if documents)
+    async def collections(self) -> list[str]:
+        return sorted(name for name, documents in self._collections.items() if documents)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -17,8 +17,8 @@ from comfyfleet.model.errors import Refusal, RefusalCode, to_install
 from comfyfleet.ports import Clock, DirectWorkerInbox, DocumentStore, FairShare, PeerChannel, Records, Store
 from comfyfleet.stores.memory import MemoryStore
 
-_PARTS: dict[str, type] = {"records": Records, "cabinet": DocumentStore, "shares": FairShare}
-_OPTIONAL: dict[str, type] = {"foreign": DirectWorkerInbox, "relay": PeerChannel}
+_PARTS: dict[str, type] = {"records": Records, "documents": DocumentStore, "shares": FairShare}
+_OPTIONAL: dict[str, type] = {"direct_workers": DirectWorkerInbox, "peer_channel": PeerChannel}
 _VALUES: dict[str, type] = {"epoch": int, "is_shared": bool}
 _NEXT = (
     "Give a URL, such as sqlite:///fleet.db, or an object that passes the contract of stores (docs/stores.md)"
@@ -136,10 +136,10 @@ def risk_of(store: Store) -> str:
     )
 
 
-async def refuse_if_sealed(cabinet: DocumentStore) -> None:
+async def refuse_if_encrypted(documents: DocumentStore) -> None:
     """For whoever opens a store without keys: what is in it must not only open by them."""
-    if await cabinet.listing(DATA_KEYS, limit=1):
-        masters = ", ".join(repr(each.name) for each in await cabinet.listing(MASTER_KEYS))
+    if await documents.listing(DATA_KEYS, limit=1):
+        masters = ", ".join(repr(each.name) for each in await documents.listing(MASTER_KEYS))
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
             f"the jobs in this store are sealed and this process has no key: give it [encryption] with the master key "

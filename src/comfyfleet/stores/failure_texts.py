@@ -22,7 +22,7 @@ from comfyfleet.model.ledger import HoldId
 from comfyfleet.ports import Store
 from comfyfleet.stores.documents import pack
 
-DRAWER = "failure_texts"
+COLLECTION = "failure_texts"
 """Of the central store's cabinet: what waits for a hub, by the id of the attempt."""
 
 _ELSEWHERE = "what was said of it lies in its tenant's database: "
@@ -173,7 +173,7 @@ class _WithoutHub:
     async def write(self, write: Write) -> WriteResult | None:
         text = text_of(write)
         dispatch = None if text is None else await self._store.load(write.job_id)
-        if text is None or dispatch is None or not dispatch.is_apart or dispatch.lease is None:
+        if text is None or dispatch is None or not dispatch.has_tenant_database or dispatch.lease is None:
             return await self._store.write(write)
         if isinstance(write.guard, AtRevision) and write.guard.revision != dispatch.revision:
             # Decided on what is out of date: the lease may be another's by now.
@@ -194,5 +194,5 @@ class _WithoutHub:
         attempt_id = dispatch.lease_ref().attempt_id
         hold_id = HoldId(dispatch.job_id, dispatch.round)
         left = PendingFailureText(dispatch.tenant, hold_id, text, await self._store.now())
-        await self._store.cabinet.put(DRAWER, attempt_id, body_of(left), version=None)
+        await self._store.documents.put(COLLECTION, attempt_id, body_of(left), version=None)
         return attempt_id

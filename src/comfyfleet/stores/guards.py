@@ -82,6 +82,6 @@ def last_to_go(before: float, now: float) -> float:
 
 
 def may_go(dispatch: Dispatch, ended_at: float, before: float, now: float) -> bool:
-    if dispatch.is_apart:
+    if dispatch.has_tenant_database:
         return dispatch.settled_at is not None and ended_at < last_to_go(before, now)
     return ended_at < before

@@ -43,31 +43,31 @@ class MemoryStore:
     def __init__(self, clock: Clock, epoch: int = 1) -> None:
         self.epoch = epoch
         self._clock = clock
-        self._kept: QueueState[MemoryEntry] = QueueState(clock, epoch)
-        self.records = MemoryRecords(self._kept.entries, self._kept.references)
-        self.cabinet = MemoryDocumentStore()
+        self._state: QueueState[MemoryEntry] = QueueState(clock, epoch)
+        self.records = MemoryRecords(self._state.entries, self._state.references)
+        self.documents = MemoryDocumentStore()
         self.shares = MemoryFairShare(
-            self._kept.shares,
+            self._state.shares,
             clock.now,
-            lambda: [entry.dispatch for entry in self._kept.entries.values()],
+            lambda: [entry.dispatch for entry in self._state.entries.values()],
         )
         self._ended: dict[Phase, deque[tuple[EndedLease, JobId]]] = {
             phase: deque() for phase in Phase if phase.is_final
         }
         self._unsettled: list[JobId] = []
         """In order."""
-        self.moving = MemoryJobTransfer(self._kept, clock.now, self._note_end, self._forget)
+        self.moving = MemoryJobTransfer(self._state, clock.now, self._note_end, self._forget)
 
     @property
     def is_shared(self) -> bool:
         return False
 
     @property
-    def foreign(self) -> None:
+    def direct_workers(self) -> None:
         return None
 
     @property
-    def relay(self) -> None:
+    def peer_channel(self) -> None:
         return None
 
     async def open(self) -> None:
@@ -80,7 +80,7 @@ class MemoryStore:
         relearn: Callable[[], None] | None = None,  # noqa: ARG002
     ) -> None:
         """Nobody else writes here, but a tenant may fall below its cap again."""
-        self._kept.shares.came_free = wake
+        self._state.shares.came_free = wake
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         """Nobody else serves a worker."""
@@ -94,91 +94,91 @@ class MemoryStore:
     # the table profile × class
 
     async def table(self) -> EligibilityMatrix:
-        return self._kept.table()
+        return self._state.table()
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
-        return self._kept.put_class(cls, fits, version=version) is not None
+        return self._state.put_class(cls, fits, version=version) is not None
 
     async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
-        return self._kept.put_profile(profile, fits, version=version)
+        return self._state.put_profile(profile, fits, version=version)
 
     async def drop_profiles(self, unused: Collection[ProfileKey]) -> None:
         for profile in unused:
-            self._kept.index.drop_profile(profile)
+            self._state.index.drop_profile(profile)
 
     # workers
 
     async def put_worker(self, worker: WorkerRecord) -> None:
-        self._kept.workers[worker.worker_id] = worker
+        self._state.workers[worker.worker_id] = worker
 
     async def add_worker(self, worker: WorkerRecord) -> bool:
-        return self._kept.workers.setdefault(worker.worker_id, worker) is worker
+        return self._state.workers.setdefault(worker.worker_id, worker) is worker
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
-        known = self._kept.workers.get(worker.worker_id)
+        known = self._state.workers.get(worker.worker_id)
         if known is None or known.revision != worker.revision:
             return False
-        self._kept.workers[worker.worker_id] = worker.over(known)
+        self._state.workers[worker.worker_id] = worker.over(known)
         return True
 
     async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
-        known = self._kept.workers.get(worker_id)
+        known = self._state.workers.get(worker_id)
         if known is not None:
-            known = self._kept.workers[worker_id] = delta.apply(known)
+            known = self._state.workers[worker_id] = delta.apply(known)
         return known
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
-        return self._kept.workers.get(worker_id)
+        return self._state.workers.get(worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
-        return list(self._kept.workers.values())
+        return list(self._state.workers.values())
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        self._kept.workers.pop(worker_id, None)
-        self._kept.blocks.forget_worker(worker_id)
+        self._state.workers.pop(worker_id, None)
+        self._state.blocks.forget_worker(worker_id)
 
     # dispatches
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
-        found = self._kept.entries.get(dispatch.job_id)
-        if found is None and job.reference is not None and self._kept.has_classes(dispatch):
-            known = self._kept.references.get((job.tenant, job.reference))
-            found = None if known is None else self._kept.entries[known]
+        found = self._state.entries.get(dispatch.job_id)
+        if found is None and job.reference is not None and self._state.has_classes(dispatch):
+            known = self._state.references.get((job.tenant, job.reference))
+            found = None if known is None else self._state.entries[known]
         if found is not None:
             return WriteResult(found.dispatch, ())
         entry = MemoryEntry(dispatch=dispatch, job=job)
-        written = self._tell(self._kept.enqueue(entry, facts))
+        written = self._tell(self._state.enqueue(entry, facts))
         if written is not None:
             self._note_end(entry)
         return written
 
     async def load(self, job_id: JobId) -> Dispatch | None:
-        entry = self._kept.entries.get(job_id)
+        entry = self._state.entries.get(job_id)
         return None if entry is None else entry.dispatch
 
     async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
         return [await self.load(job_id) for job_id in job_ids]
 
     async def peek(self, query: Peek) -> list[Candidate]:
-        return self._kept.peek(query)
+        return self._state.peek(query)
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
-        return self._granted(self._kept.lease(job_id, offer))
+        return self._granted(self._state.lease(job_id, offer))
 
     async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        return self._granted(self._kept.lease_next(offer))
+        return self._granted(self._state.lease_next(offer))
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
-        return self._kept.leased_by_poll(poll_id)
+        return self._state.leased_by_poll(poll_id)
 
     async def write(self, write: Write) -> WriteResult | None:
         job = None
-        if write.job is not None and (entry := self._kept.entries.get(write.job_id)) is not None:
+        if write.job is not None and (entry := self._state.entries.get(write.job_id)) is not None:
             job = msgspec.structs.replace(entry.job, **write.job)
-        written = self._tell(self._kept.write(write))
+        written = self._tell(self._state.write(write))
         if written is None:
             return None
-        entry = self._kept.entries[write.job_id]
+        entry = self._state.entries[write.job_id]
         if job is not None:
             entry.job = job
         self._note_end(entry)
@@ -187,7 +187,7 @@ class MemoryStore:
     def _note_end(self, entry: MemoryEntry) -> None:
         dispatch = entry.dispatch
         is_unsettled = dispatch.is_unsettled
-        if dispatch.is_apart:
+        if dispatch.has_tenant_database:
             self._note_unsettled(dispatch.job_id, is_unsettled)
         # The order in which they may go. What is unsettled joins when it is settled, so that nobody stands behind it.
         if entry.ending is not None and not is_unsettled:
@@ -203,7 +203,7 @@ class MemoryStore:
 
     def _forget(self, entry: MemoryEntry) -> None:
         self._note_unsettled(entry.dispatch.job_id, False)
-        self._kept.forget(entry)
+        self._state.forget(entry)
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
@@ -212,28 +212,28 @@ class MemoryStore:
         return finished, None if finished is None else await self.lease_next(offer)
 
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
-        return [self._kept.heartbeat(ref, ttl_s) for ref in refs]
+        return [self._state.heartbeat(ref, ttl_s) for ref in refs]
 
     async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
-        return self._kept.leases_of(worker_ids)
+        return self._state.leases_of(worker_ids)
 
     async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
-        return self._kept.due(limit, after)
+        return self._state.due(limit, after)
 
     async def next_due(self) -> float | None:
-        return self._kept.next_due()
+        return self._state.next_due()
 
     async def counts(self) -> Counts:
-        return self._kept.counts()
+        return self._state.counts()
 
     async def position(self, job_id: JobId) -> int | None:
-        return self._kept.position(job_id)
+        return self._state.position(job_id)
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         ended = {job_id for _, job_id in self._ended[Phase.FAILED]}.union(self._unsettled)
         found = []
         for job_id in sorted(job_id for job_id in ended if after is None or job_id > after):
-            entry = self._kept.entries.get(job_id)
+            entry = self._state.entries.get(job_id)
             if entry is not None and entry.dispatch.phase is Phase.FAILED:
                 found.append(entry.dispatch)
                 if len(found) == limit:
@@ -242,14 +242,14 @@ class MemoryStore:
 
     async def unsettled(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         first = 0 if after is None else bisect_right(self._unsettled, after)
-        return [self._kept.entries[job_id].dispatch for job_id in self._unsettled[first : first + limit]]
+        return [self._state.entries[job_id].dispatch for job_id in self._unsettled[first : first + limit]]
 
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
         ended, purged, now = self._ended[phase], 0, self._clock.now()
         young = []
         while ended and purged < limit and ended[0][0].at < before:
             ending, job_id = ended.popleft()
-            entry = self._kept.entries.get(job_id)
+            entry = self._state.entries.get(job_id)
             if entry is None or entry.ending != ending:
                 continue
             if may_go(entry.dispatch, ending.at, before, now):
@@ -261,64 +261,64 @@ class MemoryStore:
         return purged
 
     async def pause_queue(self, is_paused: bool) -> None:
-        self._kept.is_paused = is_paused
+        self._state.is_paused = is_paused
 
     async def is_queue_paused(self) -> bool:
-        return self._kept.is_paused
+        return self._state.is_paused
 
     # what is kept with a job
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
-        entry = self._kept.entries.get(job_id)
+        entry = self._state.entries.get(job_id)
         return [] if entry is None else list(entry.facts[after:])
 
     async def attempts(self, job_id: JobId) -> list[Attempt]:
-        entry = self._kept.entries.get(job_id)
+        entry = self._state.entries.get(job_id)
         return [] if entry is None else list(entry.attempts)
 
     async def mark_late(self, ref: LeaseRef) -> None:
-        self._kept.mark_late(ref)
+        self._state.mark_late(ref)
 
     # blocks and lessons
 
     async def get_block(self, pair: Pair) -> Block | None:
-        return self._kept.blocks.get(pair)
+        return self._state.blocks.get(pair)
 
     async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
-        return self._kept.blocks.listing(worker_id)
+        return self._state.blocks.listing(worker_id)
 
     async def put_block(self, block: Block) -> None:
-        self._kept.blocks.put(block)
+        self._state.blocks.put(block)
 
     async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
-        return [block for pair in pairs if (block := self._kept.blocks.lift(pair)) is not None]
+        return [block for pair in pairs if (block := self._state.blocks.lift(pair)) is not None]
 
     async def expired_blocks(self) -> list[Block]:
-        return self._kept.blocks.take_expired(self._clock.now())
+        return self._state.blocks.take_expired(self._clock.now())
 
     async def next_block_end(self) -> float | None:
-        return self._kept.blocks.next_end()
+        return self._state.blocks.next_end()
 
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
-        return self._kept.lessons.get(workflow_hash)
+    async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
+        return self._state.workflow_stats.get(workflow_hash)
 
-    async def put_lesson(self, lesson: WorkflowStats) -> None:
-        self._kept.lessons.put(lesson)
+    async def put_workflow_stats(self, stats: WorkflowStats) -> None:
+        self._state.workflow_stats.put(stats)
 
     async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
-        lesson = delta.apply(self._kept.lessons.get(delta.workflow_hash))
-        self._kept.lessons.put(lesson)
-        return lesson
+        stats = delta.apply(self._state.workflow_stats.get(delta.workflow_hash))
+        self._state.workflow_stats.put(stats)
+        return stats
 
     # what a job tells
 
     def _granted(self, written: WriteResult | None) -> WriteResult | None:
         if written is not None:
-            entry = self._kept.entries[written.dispatch.job_id]
+            entry = self._state.entries[written.dispatch.job_id]
             entry.job = msgspec.structs.replace(entry.job, phase=Phase.LEASED)
         return self._tell(written)
 
     def _tell(self, written: WriteResult | None) -> WriteResult | None:
         if written is not None:
-            self._kept.entries[written.dispatch.job_id].facts += written.facts
+            self._state.entries[written.dispatch.job_id].facts += written.facts
         return written

@@ -12,7 +12,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Clock, DocumentStore
 
-DRAWER = "tenant_claims"
+COLLECTION = "tenant_claims"
 CLAIM_S = 30.0
 
 
@@ -24,9 +24,9 @@ class _Claim(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Claim:
     def __init__(
-        self, cabinet: DocumentStore, clock: Clock, tenant: TenantId, fence: int, version: int
+        self, documents: DocumentStore, clock: Clock, tenant: TenantId, fence: int, version: int
     ) -> None:
-        self._cabinet = cabinet
+        self._documents = documents
         self._clock = clock
         self._tenant = tenant
         self._version = version
@@ -56,14 +56,14 @@ class Claim:
 
     async def _put(self, until: float) -> None:
         body = msgspec.json.encode(_Claim(self.fence, until, self._waits_for))
-        if not await self._cabinet.put(DRAWER, self._tenant, body, version=self._version):
+        if not await self._documents.put(COLLECTION, self._tenant, body, version=self._version):
             raise lost(self._tenant)
         self._version += 1
 
 
-async def claim(cabinet: DocumentStore, clock: Clock, tenant: TenantId) -> Claim | None:
+async def claim(documents: DocumentStore, clock: Clock, tenant: TenantId) -> Claim | None:
     """None: another has it."""
-    document, now = await cabinet.get(DRAWER, tenant), clock.now()
+    document, now = await documents.get(COLLECTION, tenant), clock.now()
     known = None if document is None else msgspec.json.decode(document.body, type=_Claim)
     if known is not None and now < known.until:
         return None
@@ -71,14 +71,14 @@ async def claim(cabinet: DocumentStore, clock: Clock, tenant: TenantId) -> Claim
     fence = max(int(now * 1000), 0 if known is None else known.fence + 1)
     version = 0 if document is None else document.version
     body = msgspec.json.encode(_Claim(fence, now + CLAIM_S))
-    if not await cabinet.put(DRAWER, tenant, body, version=version):
+    if not await documents.put(COLLECTION, tenant, body, version=version):
         return None
-    return Claim(cabinet, clock, tenant, fence, version + 1)
+    return Claim(documents, clock, tenant, fence, version + 1)
 
 
-async def waits_for(cabinet: DocumentStore, tenant: TenantId) -> str | None:
+async def waits_for(documents: DocumentStore, tenant: TenantId) -> str | None:
     """What whoever sees to it has said last."""
-    document = await cabinet.get(DRAWER, tenant)
+    document = await documents.get(COLLECTION, tenant)
     known = None if document is None else msgspec.json.decode(document.body, type=_Claim)
     return None if known is None or not known.waits_for else known.waits_for
 

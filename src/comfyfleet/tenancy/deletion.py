@@ -30,7 +30,7 @@ from comfyfleet.tenancy.webhook_outbox import WebhookOutbox
 from comfyfleet.tenancy.webhooks import Webhooks
 
 _DELETION_PAGE = 200
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _LOOKS = 120
 """Then others get their turn, and it goes on later."""
 _OVER = (RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE)
@@ -62,7 +62,7 @@ class TenantDeletion:
         keys: Keys,
         webhooks: Webhooks,
         deliveries: WebhookOutbox,
-        belongings: TenantResources,
+        resources: TenantResources,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self._central = central
@@ -70,7 +70,7 @@ class TenantDeletion:
         self._keys = keys
         self._webhooks = webhooks
         self._deliveries = deliveries
-        self._its = belongings
+        self._its = resources
         self._sleep = sleep
 
     async def leave(self, tenant: Tenant, claim: Claim) -> None:
@@ -92,7 +92,7 @@ class TenantDeletion:
             if pool is not None:
                 database = await self._homes.pools.get(pool)
                 await claim.keep()
-                if not await database.close_book(tenant_id, claim.fence):
+                if not await database.freeze_account(tenant_id, claim.fence):
                     raise claims.lost(tenant_id)
                 await erase_all(database, tenant_id, claim)
         # Once more: one may have been made meanwhile.
@@ -100,7 +100,7 @@ class TenantDeletion:
 
     async def forget(self, tenant_id: TenantId) -> None:
         """The last step."""
-        await self._central.cabinet.remove(claims.DRAWER, tenant_id)
+        await self._central.documents.remove(claims.COLLECTION, tenant_id)
         await self._homes.tenants.remove(tenant_id)
 
     async def _revoke(self, tenant: TenantId, claim: Claim) -> None:
@@ -120,7 +120,7 @@ class TenantDeletion:
             await claim.keep()
             if not await self._cancelled(tenant, claim):
                 return
-            await self._sleep(_LOOK_S)
+            await self._sleep(_POLL_S)
         raise Fault(
             f"jobs of tenant {tenant.tenant_id!r} are still being cancelled; it is gone on with later"
         )
@@ -163,8 +163,8 @@ class TenantDeletion:
 
 
 async def _reopen(database: TenantDatabase, tenant: TenantId, claim: Claim) -> None:
-    is_ours = await database.close_book(tenant, claim.fence)
-    if not is_ours or not await database.open_book(tenant, claim.fence):
+    is_ours = await database.freeze_account(tenant, claim.fence)
+    if not is_ours or not await database.unfreeze_account(tenant, claim.fence):
         raise claims.lost(tenant)
 
 

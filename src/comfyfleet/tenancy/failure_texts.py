@@ -9,7 +9,7 @@ from collections.abc import Collection
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureText
 from comfyfleet.ports import Store
-from comfyfleet.stores.failure_texts import DRAWER, PendingFailureText, left_in
+from comfyfleet.stores.failure_texts import COLLECTION, PendingFailureText, left_in
 from comfyfleet.tenancy.tenants import TenantDirectory
 
 _LOG = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class PendingFailureTexts:
         """Those that are still in the drawer."""
         found: dict[str, FailureText] = {}
         for each in attempt_ids:
-            document = await self._central.cabinet.get(DRAWER, each)
+            document = await self._central.documents.get(COLLECTION, each)
             if document is not None and (left := left_in(document.body)) is not None:
                 found[each] = left.text
         return found
@@ -33,7 +33,7 @@ class PendingFailureTexts:
     async def take(self, attempt_ids: Collection[str]) -> None:
         """Before their round ends: afterwards its tenant's database takes nothing more of it."""
         for each in attempt_ids:
-            document = await self._central.cabinet.get(DRAWER, each)
+            document = await self._central.documents.get(COLLECTION, each)
             if document is not None and (left := left_in(document.body)) is not None:
                 await self._take(document.name, left)
 
@@ -41,7 +41,7 @@ class PendingFailureTexts:
         """Those of tenants whose database is away stay where they are, and those that cannot be read."""
         after = ""
         while self._central.is_shared:
-            page = await self._central.cabinet.listing(DRAWER, after, _TEXTS_PAGE)
+            page = await self._central.documents.listing(COLLECTION, after, _TEXTS_PAGE)
             for document in page:
                 after = document.name
                 left = left_in(document.body)
@@ -67,4 +67,4 @@ class PendingFailureTexts:
                 return  # It has just moved: the next look finds it there.
             _LOG.info("what was said of %s is not kept: its round is over", attempt_id)
         # Of a tenant that was deleted nothing is kept.
-        await self._central.cabinet.remove(DRAWER, attempt_id)
+        await self._central.documents.remove(COLLECTION, attempt_id)

@@ -28,8 +28,8 @@ _PAGE = 1_000
 
 
 class Keys:
-    def __init__(self, cabinet: DocumentStore, clock: Clock) -> None:
-        self._cabinet = cabinet
+    def __init__(self, documents: DocumentStore, clock: Clock) -> None:
+        self._documents = documents
         self._clock = clock
         self.on_rotated: Callable[[str, str], None] | None = None
         """Hears the id and the new text of a key that was rotated here, before anybody else has it."""
@@ -67,7 +67,7 @@ class Keys:
             worker_id,
             None if expires_in_s is None else now + expires_in_s,
         )
-        if not await self._cabinet.put(_KEYS, key_id, msgspec.json.encode(key), version=0):
+        if not await self._documents.put(_KEYS, key_id, msgspec.json.encode(key), version=0):
             raise Fault("a new key's id is taken already; try again")
         return key, f"{KEY_PREFIX}{key_id}_{secret}"
 
@@ -76,7 +76,7 @@ class Keys:
         key_id, _, secret = text.removeprefix(KEY_PREFIX).partition("_")
         if not text.startswith(KEY_PREFIX) or not secret or not key_id.isalnum():
             return None
-        document = await self._cabinet.get(_KEYS, key_id)
+        document = await self._documents.get(_KEYS, key_id)
         if document is None:
             return None
         key, now, digest = _key(document), self._clock.now(), _digest(secret)
@@ -87,7 +87,7 @@ class Keys:
 
     async def is_over(self, key_id: str) -> bool:
         """Whether nobody can have this key (any more), whatever its secret."""
-        document = await self._cabinet.get(_KEYS, key_id)
+        document = await self._documents.get(_KEYS, key_id)
         return document is None or _is_over(_key(document), self._clock.now())
 
     async def rotate(self, key_id: str, overlap_s: float = 0.0) -> tuple[ApiKey, str]:
@@ -116,15 +116,15 @@ class Keys:
         )
 
     async def listing(self, after: str = "", limit: int = 100) -> list[ApiKey]:
-        return [_key(document) for document in await self._cabinet.listing(_KEYS, after, limit)]
+        return [_key(document) for document in await self._documents.listing(_KEYS, after, limit)]
 
     async def _change(self, key_id: str, change: Callable[[ApiKey], ApiKey]) -> ApiKey:
         for _ in range(_TRIES):
-            document = await self._cabinet.get(_KEYS, key_id)
+            document = await self._documents.get(_KEYS, key_id)
             if document is None:
                 raise Refusal(RefusalCode.NOT_FOUND, f"there is no key {key_id!r}")
             key = change(_key(document))
-            if await self._cabinet.put(_KEYS, key_id, msgspec.json.encode(key), version=document.version):
+            if await self._documents.put(_KEYS, key_id, msgspec.json.encode(key), version=document.version):
                 return key
         raise Fault(f"key {key_id!r} is being changed by others all the time; try again")
 
@@ -145,18 +145,18 @@ class Keys:
         enrolment = Enrolment(
             token_id, _digest(secret), now, now + expires_in_s, uses, worker_prefix, replaces
         )
-        await self._cabinet.put(_ENROLMENTS, token_id, msgspec.json.encode(enrolment), version=0)
+        await self._documents.put(_ENROLMENTS, token_id, msgspec.json.encode(enrolment), version=0)
         return enrolment, f"{ENROLMENT_PREFIX}{token_id}_{secret}"
 
     async def invites(self, after: str = "", limit: int = 100) -> list[Enrolment]:
-        page = await self._cabinet.listing(_ENROLMENTS, after, limit)
+        page = await self._documents.listing(_ENROLMENTS, after, limit)
         return [msgspec.json.decode(document.body, type=Enrolment) for document in page]
 
     def now(self) -> float:
         return self._clock.now()
 
     async def uninvite(self, token_id: str) -> None:
-        if not await self._cabinet.remove(_ENROLMENTS, token_id):
+        if not await self._documents.remove(_ENROLMENTS, token_id):
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no enrolment token {token_id!r} (any more)")
 
     async def enrol(self, token: str, worker_id: WorkerId) -> tuple[ApiKey, str, list[str]]:
@@ -165,7 +165,7 @@ class Keys:
         for _ in range(_TRIES):
             document = None
             if token.startswith(ENROLMENT_PREFIX) and token_id.isalnum():
-                document = await self._cabinet.get(_ENROLMENTS, token_id)
+                document = await self._documents.get(_ENROLMENTS, token_id)
             enrolment = None if document is None else msgspec.json.decode(document.body, type=Enrolment)
             if (
                 document is None
@@ -187,7 +187,7 @@ class Keys:
             if held and not enrolment.replaces:
                 raise _has_key(worker_id)
             used = msgspec.structs.replace(enrolment, uses_left=enrolment.uses_left - 1)
-            if await self._cabinet.put(
+            if await self._documents.put(
                 _ENROLMENTS, token_id, msgspec.json.encode(used), version=document.version
             ):
                 return await self._enrolled(worker_id, token_id, enrolment.replaces)

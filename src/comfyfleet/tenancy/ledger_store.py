@@ -55,7 +55,7 @@ _LOG = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0
 """So long a report waits for its tenant's database to settle; then the relay does."""
-_LOOK_S = 2.0
+_POLL_S = 2.0
 """So long a lease waits for its tenant's database, and with it others' leases of the same round."""
 _HOLD_S = 3.0
 """So long nothing is leased of a tenant of whom something had to be given back."""
@@ -91,7 +91,7 @@ class TenantLedgerStore:
         if home is None:
             return await self.central.enqueue(dispatch, job, facts)
         check_state(home.tenant)
-        dispatch = msgspec.structs.replace(dispatch, is_apart=True)
+        dispatch = msgspec.structs.replace(dispatch, has_tenant_database=True)
         opened = await self._open(home, job, dispatch)
         if opened.job_id != job.job_id:
             # The tenant has a job of the same reference: that one is the answer.
@@ -193,7 +193,7 @@ class TenantLedgerStore:
         return None if looked_at is None else dispatch
 
     async def _looked_at(self, written: WriteResult | None) -> WriteResult | None:
-        if written is None or not written.dispatch.is_apart:
+        if written is None or not written.dispatch.has_tenant_database:
             return written
         dispatch = written.dispatch
         try:
@@ -222,10 +222,10 @@ class TenantLedgerStore:
 
     async def _leasable(self, home: TenantLocation, dispatch: Dispatch) -> Job | None:
         try:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_POLL_S):
                 return await home.database.leasable(hold_of(dispatch))
         except TimeoutError as slow:
-            fault = Fault(f"the pool {home.tenant.pool!r} did not answer within {_LOOK_S:g} s")
+            fault = Fault(f"the pool {home.tenant.pool!r} did not answer within {_POLL_S:g} s")
             self.homes.pools.note_away(home.tenant.pool, fault)
             raise fault from slow
 
@@ -288,7 +288,7 @@ class TenantLedgerStore:
 
     async def load(self, job_id: JobId) -> Dispatch | None:
         dispatch = await self.central.load(job_id)
-        if dispatch is not None and not dispatch.is_apart:
+        if dispatch is not None and not dispatch.has_tenant_database:
             self._joined[job_id] = None
             if len(self._joined) > _MAX_JOINED:
                 del self._joined[next(iter(self._joined))]
@@ -298,7 +298,7 @@ class TenantLedgerStore:
         if write.job_id in self._joined:
             return await self.central.write(write)
         dispatch = await self.load(write.job_id)
-        if dispatch is None or not dispatch.is_apart:
+        if dispatch is None or not dispatch.has_tenant_database:
             return await self.central.write(write)
         change = write.change
         if change.round is not UNSET:

@@ -73,11 +73,11 @@ class Reconciler:
 
     async def take_turn(self) -> list[Finding] | None:
         """None: another hub does so now, or has within the last minute."""
-        mine = await claim(self._store.central.cabinet, self._clock, CLAIM)
+        mine = await claim(self._store.central.documents, self._clock, CLAIM)
         if mine is None:
             return None
         try:
-            found = await self.reconcile(books=False, claim=mine)
+            found = await self.reconcile(ledgers=False, claim=mine)
         except BaseException:
             with contextlib.suppress(Fault):
                 await mine.give_back()
@@ -86,9 +86,9 @@ class Reconciler:
         return found
 
     async def reconcile(
-        self, *, is_dry: bool = False, books: bool = True, claim: Claim | None = None
+        self, *, is_dry: bool = False, ledgers: bool = True, claim: Claim | None = None
     ) -> list[Finding]:
-        """What was found, and mended unless it `is_dry`. `books`: whether they are added up too. `claim`: where this is
+        """What was found, and mended unless it `is_dry`. `ledgers`: are they added up too. `claim`: where this is
         one hub's turn; kept from page to page."""
         first = [each async for each in self._look(claim)]
         found = []
@@ -99,8 +99,8 @@ class Reconciler:
         if not is_dry:
             for each in found:
                 await self._mend(each)
-        if books:
-            found += [each async for each in self._books()]
+        if ledgers:
+            found += [each async for each in self._ledgers()]
         return found
 
     # looking
@@ -112,7 +112,7 @@ class Reconciler:
             staying |= here
             try:
                 database = await self._store.homes.pools.get(pool)
-                async for finding in self._rounds(database, {each.tenant_id for each in tenants}, claim):
+                async for finding in self._matcher(database, {each.tenant_id for each in tenants}, claim):
                     yield finding
             except Fault as fault:
                 _LOG.warning("the pool %s is not compared with the store: %s", pool, fault)
@@ -128,7 +128,7 @@ class Reconciler:
                 for finding in await self._compared(staying[tenant_id], its, claim):
                     yield finding
 
-    async def _rounds(
+    async def _matcher(
         self, database: TenantDatabase, tenants: set[str], claim: Claim | None
     ) -> AsyncIterator[Finding]:
         after: HoldId | None = None
@@ -205,7 +205,7 @@ class Reconciler:
             yield page
             after = page[-1].job_id
 
-    async def _books(self) -> AsyncIterator[Finding]:
+    async def _ledgers(self) -> AsyncIterator[Finding]:
         now, pools = await self._store.central.now(), self._store.homes.pools
         for pool, tenants in (await self._store.homes.everyone()).items():
             try:
@@ -223,7 +223,7 @@ class Reconciler:
                     # One that is on its way may have no book here; of one that stays, none means another database.
                     its = await pools.of(tenant) if tenant.state in _STAYING else database
                     for problem in await _wrong(its, tenant):
-                        yield Finding(FindingKind.WRONG_BOOK, tenant.tenant_id, problem)
+                        yield Finding(FindingKind.WRONG_LEDGER, tenant.tenant_id, problem)
                 except Fault as fault:
                     yield Finding(FindingKind.UNSEEN, tenant.tenant_id, str(fault))
 
@@ -257,11 +257,15 @@ class Reconciler:
 
 
 def _there(dispatches: Sequence[Dispatch | None]) -> list[Dispatch]:
-    return [each for each in dispatches if each is not None and each.is_apart and not each.phase.is_final]
+    return [
+        each
+        for each in dispatches
+        if each is not None and each.has_tenant_database and not each.phase.is_final
+    ]
 
 
 async def _wrong(database: TenantDatabase, tenant: Tenant) -> list[str]:
     try:
-        return problems(await database.book(tenant.tenant_id))
+        return problems(await database.ledger(tenant.tenant_id))
     except Refusal as refusal:
         return [refusal.message]

@@ -56,9 +56,9 @@ class TenantRelocation:
                         f"tenant {tenant_id!r} is not moved: its {part} in the other pool are not those it has; "
                         "nothing is lost, and it is tried again"
                     )
-            await _check_book(tenant_id, source)
+            await _check_ledger(tenant_id, source)
         await claim.keep()
-        if not await target.open_book(tenant_id, claim.fence):
+        if not await target.unfreeze_account(tenant_id, claim.fence):
             raise lost(tenant_id)
         return await self._tenants.change(
             tenant_id, lambda found: policy.arrived(found, tenant, is_copied=is_copied)
@@ -117,9 +117,9 @@ async def erase_all(database: TenantDatabase, tenant: TenantId, claim: Claim) ->
             return
 
 
-async def _check_book(tenant: TenantId, database: TenantDatabase) -> None:
+async def _check_ledger(tenant: TenantId, database: TenantDatabase) -> None:
     try:
-        wrong = problems(await database.book(tenant))
+        wrong = problems(await database.ledger(tenant))
     except Refusal:
         # Too long to be read as a whole; every entry was compared.
         return
@@ -128,5 +128,5 @@ async def _check_book(tenant: TenantId, database: TenantDatabase) -> None:
 
 
 async def _close(database: TenantDatabase, tenant: TenantId, claim: Claim) -> None:
-    if not await database.close_book(tenant, claim.fence):
+    if not await database.freeze_account(tenant, claim.fence):
         raise lost(tenant)

@@ -37,7 +37,7 @@ class TenantServices:
         retention: Retention | None = None,
     ) -> None:
         self._central = central
-        self.tenants = Tenants(central.cabinet, clock, is_shared=central.is_shared)
+        self.tenants = Tenants(central.documents, clock, is_shared=central.is_shared)
         self.pools = TenantDatabases(pools, clock, open_database, around)
         self.homes = TenantDirectory(self.tenants, self.pools)
         self.apart = TenantLedgerStore(central, self.homes)
@@ -45,19 +45,19 @@ class TenantServices:
         self.forgetting = TenantRetention(central, self.homes, retention or Retention())
 
     @property
-    def cabinet(self) -> DocumentStore:
+    def documents(self) -> DocumentStore:
         """The central store's."""
-        return self._central.cabinet
+        return self._central.documents
 
     @property
     def store(self) -> Store:
         """The engine's."""
         return self.apart.as_store()
 
-    async def cabinet_of(self, tenant: TenantId) -> DocumentStore:
+    async def documents_of(self, tenant: TenantId) -> DocumentStore:
         """Where its documents lie."""
         home = await self.homes.of(tenant)
-        return self._central.cabinet if home is None else home.database.cabinet(tenant)
+        return self._central.documents if home is None else home.database.documents(tenant)
 
     async def remembers(self, tenant: TenantId) -> bool:
         """Whether the store still has jobs of a tenant of this name whose own side lies, or lay, in a database."""
@@ -65,7 +65,7 @@ class TenantServices:
             tenant=tenant, phase=None, limit=_NEWEST, after=None, newest_first=True
         )
         there = await self._central.load_many([each.job_id for each in stubs])
-        return any(each is not None and each.is_apart for each in there)
+        return any(each is not None and each.has_tenant_database for each in there)
 
     @asynccontextmanager
     async def kept(self, admit: Admit) -> AsyncIterator[None]:

@@ -24,7 +24,7 @@ class Settler:
 
     async def settle(self, dispatch: Dispatch) -> None:
         """Raises `Fault` while the tenant's database is away, or has never heard of the round."""
-        assert dispatch.is_apart and dispatch.phase.is_final, "only the end of a round is settled"
+        assert dispatch.has_tenant_database and dispatch.phase.is_final, "only the end of a round is settled"
         home = await self._homes.of(dispatch.tenant)
         # Of a tenant that was deleted nothing is left to be settled.
         if home is not None:

@@ -22,7 +22,7 @@ from comfyfleet.stores.documents import is_name
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
 
-DRAWER = "tenants"
+COLLECTION = "tenants"
 REMEMBER_S = 2.0
 _MAX_REMEMBERED = 10_000
 _TRIES = 20
@@ -32,8 +32,8 @@ _tenants = msgspec.json.Decoder(Tenant)
 class Tenants:
     """`is_shared`: other processes may add tenants, so that one is not there must be asked each time."""
 
-    def __init__(self, cabinet: DocumentStore, clock: Clock, *, is_shared: bool) -> None:
-        self._cabinet = cabinet
+    def __init__(self, documents: DocumentStore, clock: Clock, *, is_shared: bool) -> None:
+        self._documents = documents
         self._clock = clock
         self._is_shared = is_shared
         self._known: dict[TenantId, tuple[Tenant | None, float]] = {}
@@ -49,13 +49,15 @@ class Tenants:
 
     async def newest(self, tenant_id: TenantId) -> Tenant | None:
         # Whoever asks may have made the name up.
-        document = await self._cabinet.get(DRAWER, tenant_id) if is_name(tenant_id) else None
+        document = await self._documents.get(COLLECTION, tenant_id) if is_name(tenant_id) else None
         found = None if document is None else _tenants.decode(document.body)
         self._remember(tenant_id, found)
         return found
 
     async def listing(self, after: str = "", limit: int = 100) -> list[Tenant]:
-        return [_tenants.decode(each.body) for each in await self._cabinet.listing(DRAWER, after, limit)]
+        return [
+            _tenants.decode(each.body) for each in await self._documents.listing(COLLECTION, after, limit)
+        ]
 
     async def everybody(self) -> list[Tenant]:
         found: list[Tenant] = []
@@ -69,7 +71,9 @@ class Tenants:
                 RefusalCode.INVALID_REQUEST,
                 f"the tenant {DEFAULT_TENANT!r} is there already and lives in the store itself; choose another name",
             )
-        if not await self._cabinet.put(DRAWER, tenant.tenant_id, msgspec.json.encode(tenant), version=0):
+        if not await self._documents.put(
+            COLLECTION, tenant.tenant_id, msgspec.json.encode(tenant), version=0
+        ):
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,
                 f"there is a tenant {tenant.tenant_id!r} already; choose another name, or change that one",
@@ -80,7 +84,7 @@ class Tenants:
     async def change(self, tenant_id: TenantId, decide: Callable[[Tenant], Tenant]) -> Tenant:
         """`decide` gets it as it is and may refuse."""
         for _ in range(_TRIES):
-            document = await self._cabinet.get(DRAWER, tenant_id)
+            document = await self._documents.get(COLLECTION, tenant_id)
             if document is None:
                 raise not_found(tenant_id)
             changed = decide(_tenants.decode(document.body))
@@ -91,12 +95,12 @@ class Tenants:
         )
 
     async def remove(self, tenant_id: TenantId) -> None:
-        await self._cabinet.remove(DRAWER, tenant_id)
+        await self._documents.remove(COLLECTION, tenant_id)
         self._remember(tenant_id, None)
 
     async def _put(self, document: Document, changed: Tenant) -> bool:
         body = msgspec.json.encode(changed)
-        is_put = await self._cabinet.put(DRAWER, document.name, body, version=document.version)
+        is_put = await self._documents.put(COLLECTION, document.name, body, version=document.version)
         if is_put:
             self._remember(changed.tenant_id, changed)
         return is_put

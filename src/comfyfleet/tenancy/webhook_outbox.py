@@ -28,7 +28,7 @@ DUE = "deliveries_due"
 
 _TRIES = 20
 _PAGE = 200
-_AT_A_TIME = 50
+_BATCH_SIZE = 50
 MAX_OF_A_JOB = 1_000
 
 
@@ -62,18 +62,18 @@ _lining_up = msgspec.json.Decoder(tuple[str, str])
 
 
 class WebhookOutbox:
-    def __init__(self, cabinet: DocumentStore) -> None:
-        self._cabinet = cabinet
+    def __init__(self, documents: DocumentStore) -> None:
+        self._documents = documents
 
     # notes
 
     async def note(self, job_id: JobId, round_: int, now: float) -> None:
-        await self._cabinet.put(
+        await self._documents.put(
             NOTES, _note_name(job_id, round_), msgspec.json.encode(WebhookOutboxEntry(now)), version=0
         )
 
     async def noted(self, job_id: JobId, round_: int) -> StoredOutboxEntry | None:
-        document = await self._cabinet.get(NOTES, _note_name(job_id, round_))
+        document = await self._documents.get(NOTES, _note_name(job_id, round_))
         return (
             None if document is None else StoredOutboxEntry(job_id, round_, _note(document), document.version)
         )
@@ -81,14 +81,14 @@ class WebhookOutbox:
     async def told(self, noted: StoredOutboxEntry, number: int) -> None:
         """Everything up to that fact is in the book. Whoever was quicker has said the same."""
         body = msgspec.json.encode(msgspec.structs.replace(noted.note, told=number))
-        await self._cabinet.put(NOTES, _note_name(noted.job_id, noted.round), body, version=noted.version)
+        await self._documents.put(NOTES, _note_name(noted.job_id, noted.round), body, version=noted.version)
 
     async def forget_note(self, noted: StoredOutboxEntry) -> None:
-        await self._cabinet.remove(NOTES, _note_name(noted.job_id, noted.round))
+        await self._documents.remove(NOTES, _note_name(noted.job_id, noted.round))
 
     async def notes(self, after: str, limit: int) -> tuple[list[StoredOutboxEntry], str]:
         """Some of them in the order of submission, and where to go on: nowhere (empty) behind the last."""
-        page = await self._cabinet.listing(NOTES, after, limit)
+        page = await self._documents.listing(NOTES, after, limit)
         found = []
         for document in page:
             job_id, _, round_ = document.name.rpartition("/")
@@ -101,8 +101,8 @@ class WebhookOutbox:
         """Enters it once. What is answered is still to be sent."""
         name = name_of(delivery)
         if delivery.owner is not None:
-            await self._cabinet.put(OF_OWNER, _beginning(delivery.owner) + name, b"", version=0)
-        if not await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(delivery), version=0):
+            await self._documents.put(OF_OWNER, _beginning(delivery.owner) + name, b"", version=0)
+        if not await self._documents.put(DELIVERIES, name, msgspec.json.encode(delivery), version=0):
             known = await self.get(name)
             if known is None or known[0].status is not DeliveryStatus.PENDING:
                 return None
@@ -111,7 +111,7 @@ class WebhookOutbox:
 
     async def get(self, name: str) -> tuple[Delivery, int] | None:
         """With its version."""
-        document = await self._cabinet.get(DELIVERIES, name)
+        document = await self._documents.get(DELIVERIES, name)
         return None if document is None else (_delivery(document), document.version)
 
     async def claim(self, name: str, now: float, until: float) -> tuple[Delivery, int] | None:
@@ -124,19 +124,19 @@ class WebhookOutbox:
         if delivery.status is not DeliveryStatus.PENDING or delivery.next_at > now or is_claimed:
             return None
         claimed = msgspec.structs.replace(delivery, claimed_until=until)
-        if not await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(claimed), version=version):
+        if not await self._documents.put(DELIVERIES, name, msgspec.json.encode(claimed), version=version):
             return None
         return claimed, version + 1
 
     async def settle(self, before: Delivery, after: Delivery, version: int) -> bool:
         """What came of a claimed one. False: it was changed in between, by hand or because the claim was over."""
         name = name_of(after)
-        if not await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(after), version=version):
+        if not await self._documents.put(DELIVERIES, name, msgspec.json.encode(after), version=version):
             return False
         if after.status is DeliveryStatus.PENDING:
             await self._put_due(after)
         if due_name(after) != due_name(before) or after.status is not DeliveryStatus.PENDING:
-            await self._cabinet.remove(DUE, due_name(before))
+            await self._documents.remove(DUE, due_name(before))
         return True
 
     async def change(self, name: str, change: Callable[[Delivery], Delivery]) -> Delivery | None:
@@ -148,7 +148,7 @@ class WebhookOutbox:
             changed = change(known[0])
             # Before and after: a hub that dies in between leaves an entry that leads to it, at the worst one too many.
             await self._put_due(changed)
-            if await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(changed), version=known[1]):
+            if await self._documents.put(DELIVERIES, name, msgspec.json.encode(changed), version=known[1]):
                 await self._put_due(changed)
                 return changed
         raise Fault("the delivery is being changed by others all the time; try again")
@@ -157,7 +157,7 @@ class WebhookOutbox:
         beginning = after = f"{job_id}/"
         found: list[Delivery] = []
         while len(found) < MAX_OF_A_JOB:
-            page = await self._cabinet.listing(DELIVERIES, after, _PAGE)
+            page = await self._documents.listing(DELIVERIES, after, _PAGE)
             found += [_delivery(each) for each in page if each.name.startswith(beginning)]
             if len(page) < _PAGE or not page[-1].name.startswith(beginning):
                 break
@@ -167,7 +167,7 @@ class WebhookOutbox:
     async def page(self, after: str, limit: int) -> list[tuple[str, Delivery]]:
         """Everybody's, in the order of submission of their jobs, with their names."""
         return [
-            (each.name, _delivery(each)) for each in await self._cabinet.listing(DELIVERIES, after, limit)
+            (each.name, _delivery(each)) for each in await self._documents.listing(DELIVERIES, after, limit)
         ]
 
     async def page_of(
@@ -175,11 +175,11 @@ class WebhookOutbox:
     ) -> tuple[list[tuple[str, Delivery]], str]:
         """A tenant's own, in the same order, and where to go on: nowhere (empty) behind the last."""
         beginning = _beginning(owner)
-        page = await self._cabinet.listing(OF_OWNER, beginning + after, limit)
+        page = await self._documents.listing(OF_OWNER, beginning + after, limit)
         names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
         found: list[tuple[str, Delivery]] = []
-        for start in range(0, len(names), _AT_A_TIME):
-            some = names[start : start + _AT_A_TIME]
+        for start in range(0, len(names), _BATCH_SIZE):
+            some = names[start : start + _BATCH_SIZE]
             known = await asyncio.gather(*map(self.get, some))
             # An entry without a delivery: it is being made, or was forgotten by halves.
             found += [(name, each[0]) for name, each in zip(some, known, strict=True) if each is not None]
@@ -187,14 +187,14 @@ class WebhookOutbox:
 
     async def forget(self, name: str, owner: TenantId | None) -> None:
         """The entry last: one that is left over is passed over, a delivery without one could not be listed."""
-        await self._cabinet.remove(DELIVERIES, name)
+        await self._documents.remove(DELIVERIES, name)
         if owner is not None:
-            await self._cabinet.remove(OF_OWNER, _beginning(owner) + name)
+            await self._documents.remove(OF_OWNER, _beginning(owner) + name)
 
     async def forget_some_of(self, owner: TenantId, limit: int) -> int:
         """How many were there to be forgotten; 0: none is left."""
         beginning = _beginning(owner)
-        page = await self._cabinet.listing(OF_OWNER, beginning, limit)
+        page = await self._documents.listing(OF_OWNER, beginning, limit)
         names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
         for name in names:
             await self.forget(name, owner)
@@ -206,7 +206,7 @@ class WebhookOutbox:
         """In the order of time."""
         return [
             DueDelivery(document.name, int(document.name[:13]) / 1000, *_lining_up.decode(document.body))
-            for document in await self._cabinet.listing(DUE, after, limit)
+            for document in await self._documents.listing(DUE, after, limit)
         ]
 
     async def mend(self, entry: str) -> None:
@@ -216,7 +216,7 @@ class WebhookOutbox:
             if due_name(pending) == entry:
                 return
             await self._put_due(pending)
-        await self._cabinet.remove(DUE, entry)
+        await self._documents.remove(DUE, entry)
         # Asked for again in between it may be due under this very name, and nothing else would lead to it.
         pending = await self._pending(entry)
         if pending is not None and due_name(pending) == entry:
@@ -230,7 +230,7 @@ class WebhookOutbox:
         owner = "" if delivery.owner is None else str(delivery.owner)
         entry = DueDelivery(due_name(delivery), delivery.next_at, host_of(delivery.url), owner)
         body = msgspec.json.encode((entry.host, entry.owner))
-        await self._cabinet.put(DUE, entry.name, body, version=None)
+        await self._documents.put(DUE, entry.name, body, version=None)
         return entry
 
 

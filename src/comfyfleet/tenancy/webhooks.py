@@ -33,8 +33,8 @@ _Asked = asyncio.Future[tuple[WebhookSubscription, ...]]
 
 
 class Webhooks:
-    def __init__(self, cabinet: DocumentStore, clock: Clock) -> None:
-        self._cabinet = cabinet
+    def __init__(self, documents: DocumentStore, clock: Clock) -> None:
+        self._documents = documents
         self._clock = clock
         self._known: dict[TenantId | None, tuple[_Asked, float]] = {}
         """What was asked for or is being asked for, and until when it is good."""
@@ -55,7 +55,7 @@ class Webhooks:
         now = self._clock.now()
         webhook_id = f"{_beginning(owner)}{int(now * 1000):012x}{secrets.token_hex(6)}"
         made = WebhookSubscription(webhook_id, url, now, owner, events, name)
-        if not await self._cabinet.put(_WEBHOOKS, webhook_id, msgspec.json.encode(made), version=0):
+        if not await self._documents.put(_WEBHOOKS, webhook_id, msgspec.json.encode(made), version=0):
             raise Fault("a new webhook's id is taken already; try again")
         self._known.pop(owner, None)
         return made
@@ -63,32 +63,32 @@ class Webhooks:
     async def get(self, webhook_id: str) -> WebhookSubscription | None:
         if not webhook_id.isascii() or not webhook_id.isprintable() or not 0 < len(webhook_id) < 100:
             return None
-        document = await self._cabinet.get(_WEBHOOKS, webhook_id)
+        document = await self._documents.get(_WEBHOOKS, webhook_id)
         return None if document is None else msgspec.json.decode(document.body, type=WebhookSubscription)
 
     async def change(self, webhook_id: str, fields: Mapping[str, object]) -> WebhookSubscription | None:
         """None: there is no such webhook (any more)."""
         for _ in range(_TRIES):
-            document = await self._cabinet.get(_WEBHOOKS, webhook_id)
+            document = await self._documents.get(_WEBHOOKS, webhook_id)
             if document is None:
                 return None
             kept = msgspec.json.decode(document.body, type=WebhookSubscription)
             changed = msgspec.structs.replace(kept, **fields)
             body = msgspec.json.encode(changed)
-            if await self._cabinet.put(_WEBHOOKS, webhook_id, body, version=document.version):
+            if await self._documents.put(_WEBHOOKS, webhook_id, body, version=document.version):
                 self._known.pop(changed.owner, None)
                 return changed
         raise Fault("the webhook is being changed by others all the time; try again")
 
     async def remove(self, webhook: WebhookSubscription) -> None:
-        await self._cabinet.remove(_WEBHOOKS, webhook.webhook_id)
+        await self._documents.remove(_WEBHOOKS, webhook.webhook_id)
         self._known.pop(webhook.owner, None)
 
     async def of(self, owner: TenantId | None) -> tuple[WebhookSubscription, ...]:
         """In the order they were made."""
         beginning = _beginning(owner)
         # One more than are kept: two hubs may have made the last one at once.
-        page = await self._cabinet.listing(_WEBHOOKS, beginning, MAX_STANDING + 10)
+        page = await self._documents.listing(_WEBHOOKS, beginning, MAX_STANDING + 10)
         found = (
             msgspec.json.decode(document.body, type=WebhookSubscription)
             for document in page
@@ -98,7 +98,7 @@ class Webhooks:
 
     async def listing(self, after: str = "", limit: int = 100) -> list[WebhookSubscription]:
         """Everybody's."""
-        page = await self._cabinet.listing(_WEBHOOKS, after, limit)
+        page = await self._documents.listing(_WEBHOOKS, after, limit)
         return [msgspec.json.decode(document.body, type=WebhookSubscription) for document in page]
 
     async def hearing(self, tenant: TenantId) -> tuple[WebhookSubscription, ...]:
@@ -125,7 +125,7 @@ class Webhooks:
         """A new secret; for so long deliveries are signed with the one before it too."""
         now = self._clock.now()
         for _ in range(_TRIES):
-            document = await self._cabinet.get(_SECRETS, _beginning(owner))
+            document = await self._documents.get(_SECRETS, _beginning(owner))
             before = None if document is None else msgspec.json.decode(document.body, type=SigningSecret)
             has_overlap = before is not None and overlap_s > 0
             secret = SigningSecret(
@@ -136,21 +136,21 @@ class Webhooks:
             )
             version = 0 if document is None else document.version
             body = msgspec.json.encode(secret)
-            if await self._cabinet.put(_SECRETS, _beginning(owner), body, version=version):
+            if await self._documents.put(_SECRETS, _beginning(owner), body, version=version):
                 return secret
         raise Fault("the secret is being changed by others all the time; try again")
 
     async def forget_secret(self, owner: TenantId) -> None:
-        await self._cabinet.remove(_SECRETS, _beginning(owner))
+        await self._documents.remove(_SECRETS, _beginning(owner))
 
     async def signing(self, owner: TenantId | None, made: str) -> tuple[str, ...]:
         """The secrets that sign now, the newest first. Where there is none yet, `made` becomes it: nothing goes out
         unsigned."""
         first = msgspec.json.encode(SigningSecret(made, self._clock.now()))
-        document = await self._cabinet.get(_SECRETS, _beginning(owner))
+        document = await self._documents.get(_SECRETS, _beginning(owner))
         if document is None:
-            await self._cabinet.put(_SECRETS, _beginning(owner), first, version=0)
-            document = await self._cabinet.get(_SECRETS, _beginning(owner))
+            await self._documents.put(_SECRETS, _beginning(owner), first, version=0)
+            document = await self._documents.get(_SECRETS, _beginning(owner))
         assert document is not None, "it was there or has just been written"
         kept = msgspec.json.decode(document.body, type=SigningSecret)
         is_old_good = kept.old_until is not None and self._clock.now() < kept.old_until

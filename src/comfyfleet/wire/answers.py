@@ -28,7 +28,7 @@ from comfyfleet.wire.bodies import (
     TimeoutsBody,
     WebhookBody,
 )
-from comfyfleet.wire.status_names import spell
+from comfyfleet.wire.status_names import status_name
 from comfyfleet.wire.webhooks import shown
 
 Status = Literal["queued", "leased", "completed", "failed", "cancelled"]
@@ -229,7 +229,7 @@ class HealthBody(_Got, frozen=True):
 def submitted(answer: Submitted) -> SubmittedBody:
     return SubmittedBody(
         answer.job_id,
-        spell(answer.phase),
+        status_name(answer.phase),
         answer.workflow_hash,
         answer.job_id,
         answer.seeds,
@@ -273,7 +273,7 @@ def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
     waits = phase is Phase.QUEUED
     return {
         "id": record.job_id,
-        "status": spell(phase),
+        "status": status_name(phase),
         "service": asked.requirements.service,
         "tenant": record.tenant,
         "workflow_hash": record.workflow_hash,

@@ -17,7 +17,7 @@ from comfyfleet.model.fact import Fact, FactKind, FleetEvent, ProgressEvent
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult
 from comfyfleet.wire.bodies import Name
-from comfyfleet.wire.status_names import spell
+from comfyfleet.wire.status_names import status_name
 
 _LONGEST_S = 1e9
 EventNumber = Annotated[int, Meta(ge=0, le=2**53)]
@@ -121,15 +121,21 @@ class FleetBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def fact_body(fact: Fact, result: JobResult | None = None, error: Failure | None = None) -> FactBody:
     phase = _PHASES.get(fact.kind)
-    status = None if phase is None else spell(phase)
+    status = None if phase is None else status_name(phase)
     return FactBody(
         fact.job_id, fact.number, fact.kind.value, fact.at, fact.round, status, fact.data, result, error
     )
 
 
-def news_body(news: ProgressEvent) -> ProgressEventBody:
+def progress_event_body(progress: ProgressEvent) -> ProgressEventBody:
     return ProgressEventBody(
-        news.job_id, news.kind.value, news.at, news.worker_id, news.lease_number, news.data, news.image
+        progress.job_id,
+        progress.kind.value,
+        progress.at,
+        progress.worker_id,
+        progress.lease_number,
+        progress.data,
+        progress.image,
     )
 
 
@@ -159,7 +165,7 @@ def fleet_body(
         worker_id if isinstance(worker_id, str) else None,
         tenant,
         event.number,
-        None if phase is None else spell(phase),
+        None if phase is None else status_name(phase),
         metadata,
         event.data,
     )

@@ -31,17 +31,19 @@ STATUSES: dict[StatusDialect, dict[Phase, str]] = {
 }
 
 _PHASES: dict[str, Phase] = {
-    spelled: phase for spellings in STATUSES.values() for phase, spelled in spellings.items()
+    status_named: phase
+    for status_spellings in STATUSES.values()
+    for phase, status_named in status_spellings.items()
 } | {"canceled": Phase.CANCELLED}
 
 KNOWN_STATUSES = tuple(sorted(_PHASES))
 
 
-def spell(phase: Phase, face: StatusDialect = StatusDialect.REST) -> str:
+def status_name(phase: Phase, face: StatusDialect = StatusDialect.REST) -> str:
     return STATUSES[face][phase]
 
 
-def understood(status: str) -> Phase:
+def parse_status(status: str) -> Phase:
     """A status in any spelling."""
     try:
         return _PHASES[status.lower()]

@@ -19,7 +19,7 @@ from comfyfleet.wire.answers import asked_for
 from comfyfleet.wire.bodies import LegacySubmitBody, Name, Reason, Seconds
 from comfyfleet.wire.progress import FactBody, FleetBody, ProgressBody, ProgressEventBody
 from comfyfleet.wire.route import CALLERS, OPERATORS, READERS, WORKERS
-from comfyfleet.wire.status_names import StatusDialect, spell, understood
+from comfyfleet.wire.status_names import StatusDialect, parse_status, status_name
 from comfyfleet.wire.worker import LeaseBody, Load, Slots, Wait, lease_body
 
 _BESIDE = frozenset({"type", "request_id", "message_id", "timestamp", "client_id", "traceparent"})
@@ -202,7 +202,7 @@ def message_of(event: Any) -> dict[str, Any] | None:
     """An event as old callers and monitors hear it. None: they do not."""
     match event:
         case ProgressBody():
-            status = spell(understood(event.status), StatusDialect.SOCKET)
+            status = status_name(parse_status(event.status), StatusDialect.SOCKET)
             record = {**msgspec.structs.asdict(event), "status": status}
             job_id = record.pop("id")
             return {"type": "job_progress", "job_id": job_id, "progress": event.percentage or 0.0, **record}

@@ -34,7 +34,7 @@ from comfyfleet.model.requirement import Environment
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.wire.answers import asked_for
 from comfyfleet.wire.bodies import Name, Seconds
-from comfyfleet.wire.status_names import modern_capabilities, spell
+from comfyfleet.wire.status_names import modern_capabilities, status_name
 
 MAX_SLOTS = 1_000
 MAX_REPORTS = 10_000
@@ -398,5 +398,5 @@ def beat(answer: HeartbeatAnswer) -> HeartbeatReply:
 
 def settled_answer(settled: ReportReply, following: LeasedJob | None = None) -> ReportAnswer:
     return ReportAnswer(
-        spell(settled.phase), settled.will_retry, None if following is None else lease_answer(following)
+        status_name(settled.phase), settled.will_retry, None if following is None else lease_answer(following)
     )

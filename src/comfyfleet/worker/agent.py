@@ -75,7 +75,7 @@ class Agent:
                 "An agent needs one connector for each service, each with a name of its own; got: "
                 + (", ".join(server.name for server in self._servers) or "none")
             )
-        self._news = ProgressSender(api, self._settings, self._obey)
+        self._progress = ProgressSender(api, self._settings, self._obey)
         self._outage = Outage(worker_id)
         self._heart = HeartbeatLoop(
             api, worker_id, self._settings, self._beat, self._heartbeat_refused, self._outage
@@ -139,7 +139,7 @@ class Agent:
                     server.connector.client_id = self._journal.client_id
         self._own(self._keep_going(self._tend))
         self._own(self._keep_going(self._heart.run))
-        self._own(self._keep_going(self._news.run))
+        self._own(self._keep_going(self._progress.run))
         self._own(self._keep_going(self._commands.run))
         self._own(self._keep_going(self._refresh_when_asked))
         for _ in range(self._settings.slots):
@@ -253,7 +253,7 @@ class Agent:
                 # Begun when this worker had that service; it is nothing to ask for at each start.
                 self._journal.end(job.ref)
             return
-        run = AttemptRun(job, server.connector, self._api, self._news, self._settings)
+        run = AttemptRun(job, server.connector, self._api, self._progress, self._settings)
         self._runs[job.ref] = run
         self._heart.add(run)
         if self._journal is not None:

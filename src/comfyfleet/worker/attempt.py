@@ -88,8 +88,8 @@ class AttemptRun:
         "_is_torn_off",
         "_last_try_at",
         "_left",
-        "_news",
         "_outbox",
+        "_progress",
         "_runner",
         "_settings",
         "_started_at",
@@ -107,7 +107,7 @@ class AttemptRun:
         job: LeasedJob,
         connector: Connector,
         api: WorkerApi,
-        news: ProgressSender,
+        progress: ProgressSender,
         settings: AgentSettings,
     ) -> None:
         self.job = job
@@ -116,7 +116,7 @@ class AttemptRun:
         self.confirmed_at = asyncio.get_running_loop().time()
         self._connector = connector
         self._api = api
-        self._news = news
+        self._progress = progress
         self._settings = settings
         self._started_at: float | None = None
         """When the service began to execute: what it kept in its own queue before says nothing of the job."""
@@ -244,8 +244,8 @@ class AttemptRun:
         if report.kind is ProgressKind.STARTED and self._started_at is None:
             self._started_at = asyncio.get_running_loop().time()
         if self._outbox is None:
-            self._outbox = self._news.outbox()
-        self._news.put(self._outbox, report)
+            self._outbox = self._progress.outbox()
+        self._progress.put(self._outbox, report)
 
     async def _interrupt(self) -> None:
         await self._cancel_on_service()
@@ -372,7 +372,7 @@ class AttemptRun:
 
     async def _flush(self) -> None:
         if self._outbox is not None:
-            await self._news.flush(self._outbox)
+            await self._progress.flush(self._outbox)
 
     async def _report(self, call: Callable[[], Awaitable[ReportReply]]) -> ReportReply | Refusal | None:
         """Repeats a report through faults until it is answered or the lease is over (None). Reports are idempotent."""

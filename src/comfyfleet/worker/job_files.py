@@ -32,7 +32,7 @@ from comfyfleet.worker.settings import AgentSettings, Backoff
 T = TypeVar("T")
 
 _TRIES = 4
-_AT_A_TIME = 4
+_BATCH_SIZE = 4
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}$")
 
 
@@ -93,7 +93,7 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """A few at a time. The first that fails ends the others, and what it raised is raised."""
     if len(works) < 2:
         return [await work for work in works]
-    free = asyncio.Semaphore(_AT_A_TIME)
+    free = asyncio.Semaphore(_BATCH_SIZE)
 
     async def one(work: Coroutine[Any, Any, T]) -> T:
         async with free:

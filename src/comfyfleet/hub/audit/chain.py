@@ -65,10 +65,10 @@ _groups = msgspec.json.Decoder(LogGroup)
 
 
 class HashChain:
-    def __init__(self, cabinet: DocumentStore, clock: Clock, drawer: str) -> None:
-        self._cabinet = cabinet
+    def __init__(self, documents: DocumentStore, clock: Clock, collection: str) -> None:
+        self._documents = documents
         self._clock = clock
-        self.drawer = drawer
+        self.collection = collection
         self._name = ""
         self._head: _Head | None = None
         self._seen_at = 0.0
@@ -125,7 +125,7 @@ class HashChain:
             head = self._head
             group = _group(head, entries)
             name = self._document(head.number + 1)
-            if await self._cabinet.put(self.drawer, name, msgspec.json.encode(group), version=0):
+            if await self._documents.put(self.collection, name, msgspec.json.encode(group), version=0):
                 self._head = _Head(head.number + len(entries), group.hash, group.at)
                 return
             # Another hub was quicker: its groups come first.
@@ -136,7 +136,7 @@ class HashChain:
     async def _catch_up(self, head: _Head) -> _Head:
         # From before the first unknown document on: names are in the order of numbers.
         after = self._document(head.number)
-        while page := await self._cabinet.listing(self.drawer, after, _PAGE):
+        while page := await self._documents.listing(self.collection, after, _PAGE):
             for document in page:
                 if not document.name.startswith(f"{self._name}/"):
                     return head
@@ -155,10 +155,10 @@ class HashChain:
         if place:
             if not place.isascii() or not place.isdigit():
                 raise Refusal(RefusalCode.INVALID_REQUEST, "no list goes on there: begin it anew")
-            document = await self._cabinet.get(self.drawer, name)
+            document = await self._documents.get(self.collection, name)
             found += [] if document is None else linked(document)[int(place) + 1 :]
         while len(found) <= limit:
-            documents = await self._cabinet.listing(self.drawer, name, limit + 1)
+            documents = await self._documents.listing(self.collection, name, limit + 1)
             for document in documents:
                 found += linked(document)
             if len(documents) <= limit:
@@ -180,25 +180,25 @@ class HashChain:
     async def groups_before(self, time: float, limit: int) -> list[Document]:
         """Those that have only entries from before then, the oldest first."""
         await self._begin()
-        page = await self._cabinet.listing(self.drawer, self._document(0), limit)
+        page = await self._documents.listing(self.collection, self._document(0), limit)
         own = (each for each in page if each.name.startswith(f"{self._name}/"))
         return [each for each in own if _groups.decode(each.body).at < time]
 
     async def forget(self, documents: Sequence[Document]) -> None:
         """Only what another group follows: on the last one the next is linked."""
         for document in documents:
-            await self._cabinet.remove(self.drawer, document.name)
+            await self._documents.remove(self.collection, document.name)
 
     # finding
 
     async def _begin(self) -> None:
         if self._name:
             return
-        document = await self._cabinet.get(CHAINS, self.drawer)
+        document = await self._documents.get(CHAINS, self.collection)
         if document is None:
             name = f"{int(self._clock.now() * 1000):012x}{secrets.token_hex(4)}"
-            await self._cabinet.put(CHAINS, self.drawer, name.encode(), version=0)
-            document = await self._cabinet.get(CHAINS, self.drawer)
+            await self._documents.put(CHAINS, self.collection, name.encode(), version=0)
+            document = await self._documents.get(CHAINS, self.collection)
             assert document is not None, "it was written, here or by another hub"
         self._name = document.body.decode()
 
@@ -234,7 +234,7 @@ class HashChain:
         return last
 
     async def _next(self, number: int) -> Document | None:
-        found = await self._cabinet.listing(self.drawer, self._document(number), 1)
+        found = await self._documents.listing(self.collection, self._document(number), 1)
         return found[0] if found and found[0].name.startswith(f"{self._name}/") else None
 
     def _document(self, number: int) -> str:

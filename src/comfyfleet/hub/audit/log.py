@@ -38,7 +38,7 @@ _LOG = logging.getLogger("comfyfleet.audit")
 
 Kind = Literal["operations", "jobs"]
 
-DRAWERS: dict[Kind, str] = {"operations": "audit_log", "jobs": "audit_job_log"}
+COLLECTIONS: dict[Kind, str] = {"operations": "audit_log", "jobs": "audit_job_log"}
 BEGUN = "audit_begun"
 """Operations whose end is not in the log yet: a document each."""
 KEEP_S: dict[Kind, float] = {"operations": 90 * 86400.0, "jobs": 7 * 86400.0}
@@ -69,16 +69,18 @@ A = TypeVar("A")
 class AuditLog:
     def __init__(
         self,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         chance: RandomSource,
         keep_s: Mapping[Kind, float] = KEEP_S,
     ) -> None:
-        self._cabinet = cabinet
+        self._documents = documents
         self._clock = clock
         self._chance = chance
         self._keep_s = keep_s
-        self._chains = {kind: HashChain(cabinet, clock, drawer) for kind, drawer in DRAWERS.items()}
+        self._chains = {
+            kind: HashChain(documents, clock, collection) for kind, collection in COLLECTIONS.items()
+        }
         self._looked_at = clock.monotonic()
         self._tidying = asyncio.Lock()
         self._later: set[asyncio.Task[None]] = set()
@@ -90,7 +92,7 @@ class AuditLog:
     ) -> A:
         entry = self._dated(entry)
         name = self._chance.job_id(entry.at)
-        if not await self._cabinet.put(BEGUN, name, msgspec.json.encode(_Begun(entry)), version=0):
+        if not await self._documents.put(BEGUN, name, msgspec.json.encode(_Begun(entry)), version=0):
             raise AssertionError("names of entries are random, and never repeat")
         outcome, target = "cancelled", entry.target
         try:
@@ -175,7 +177,7 @@ class AuditLog:
         _LOG.error("an entry is in this log alone (%s): %s", error, msgspec.json.encode(entry).decode())
 
     async def _ended(self, name: str) -> None:
-        await self._cabinet.remove(BEGUN, name)
+        await self._documents.remove(BEGUN, name)
 
     # now and then
 
@@ -200,24 +202,24 @@ class AuditLog:
         """What was begun by somebody who is gone gets its entry, and what is old is forgotten."""
         async with self._tidying:
             await self._give_up()
-            for kind in DRAWERS:
+            for kind in COLLECTIONS:
                 await self._forget(kind)
 
     async def _give_up(self) -> None:
         now = self._clock.now()
-        for document in await self._cabinet.listing(BEGUN, limit=_BATCH):
+        for document in await self._documents.listing(BEGUN, limit=_BATCH):
             if _time_of(document.name) > now - _GIVEN_UP_S:
                 return
             begun = _begun.decode(document.body)
             claimed = msgspec.json.encode(_Begun(begun.entry, now + _GIVEN_UP_S))
             # Of several hubs that look one goes on.
-            if begun.claimed_until > now or not await self._cabinet.put(
+            if begun.claimed_until > now or not await self._documents.put(
                 BEGUN, document.name, claimed, version=document.version
             ):
                 continue
             if not await self._has_ended(begun.entry):
                 await self._chains["operations"].append(begun.entry)
-            await self._cabinet.remove(BEGUN, document.name)
+            await self._documents.remove(BEGUN, document.name)
 
     async def _has_ended(self, begun: AuditEntry) -> bool:
         after: str | None = await self._chains["operations"].place_before(begun.at)
@@ -253,7 +255,7 @@ def _time_of(name: str) -> float:
 
 _WORKER_LOG = logging.getLogger(__name__)
 
-DRAWER = "audit_workers"
+COLLECTION = "audit_workers"
 LOOK_S = 1.0
 _MAX_AGE_S = 2.0
 """An engine reads the fleet as often by itself."""
@@ -273,9 +275,9 @@ _decoder = msgspec.json.Decoder(_Noted)
 class WorkerLog:
     """`start` and `close` are its life; both may be called twice. What its own engine tells it enters without them."""
 
-    def __init__(self, engine: Engine, cabinet: DocumentStore, audit: AuditLog) -> None:
+    def __init__(self, engine: Engine, documents: DocumentStore, audit: AuditLog) -> None:
         self._engine = engine
-        self._cabinet = cabinet
+        self._documents = documents
         self._audit = audit
         self._began = engine.now()
         self._noted: dict[WorkerId, _Noted] = {}
@@ -343,7 +345,7 @@ class WorkerLog:
 
     async def _compare(self, worker_id: WorkerId) -> None:
         while True:
-            document = await self._cabinet.get(DRAWER, worker_id)
+            document = await self._documents.get(COLLECTION, worker_id)
             # Read after the document, and so never older than what that tells of.
             worker = await self._engine.store.get_worker(worker_id)
             if worker is None:
@@ -353,7 +355,7 @@ class WorkerLog:
             version, body = 0 if document is None else document.version, msgspec.json.encode(now)
             if document is not None and before == now:
                 break
-            if await self._cabinet.put(DRAWER, worker_id, body, version=version):
+            if await self._documents.put(COLLECTION, worker_id, body, version=version):
                 for action in _between(before, now, was_lost=worker.was_lost):
                     self._audit.happened(AuditEntry(0.0, "", Role.WORKER, action, worker_id, outcome="done"))
                 break
@@ -368,11 +370,11 @@ class WorkerLog:
         """Forgets workers that are gone from the store, and were when it last looked."""
         there = {worker.worker_id for worker in await self._engine.store.workers()}
         absent, after = set[str](), ""
-        while page := await self._cabinet.listing(DRAWER, after, _PAGE):
+        while page := await self._documents.listing(COLLECTION, after, _PAGE):
             absent |= {each.name for each in page if each.name not in there}
             after = page[-1].name
         for name in absent & self._absent:
-            await self._cabinet.remove(DRAWER, name)
+            await self._documents.remove(COLLECTION, name)
             self._noted.pop(WorkerId(name), None)
         self._absent = absent - self._absent
 

@@ -27,7 +27,7 @@ from comfyfleet.wire.route import LARGE_BYTES
 ANSWER = "comfyfleet.answer"
 """In the scope of a request: how to answer it with head and body at once. Other servers do not have it."""
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _OWN_FILES = 128
 """Kept for what is no connection of a caller: the store's, files on their way, the log."""
 _STEP_BYTES = 2 * 1024
@@ -61,7 +61,7 @@ class Connections:
         return Connection(self, config, server_state, app_state, _loop)
 
     def start(self) -> None:
-        look_s = min(_LOOK_S, self.limits.request_s / 4)
+        look_s = min(_POLL_S, self.limits.request_s / 4)
         self._timer = asyncio.get_running_loop().call_later(look_s, self._look)
 
     def close(self) -> None:

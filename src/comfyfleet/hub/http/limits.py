@@ -240,15 +240,15 @@ class ConnectionLimits:
             )
 
 
-DRAWER = "tenant_turns"
-_PURSE = 100
+COLLECTION = "tenant_turns"
+_LOCAL_TOKENS = 100
 """One turn in so many is drawn at a time."""
 _TRIES = 20
-_MAX_PURSES = 10_000
+_MAX_TENANTS = 10_000
 _buckets = msgspec.json.Decoder(TokenBucket)
 
 
-class _Purse:
+class _LocalTokens:
     __slots__ = ("bucket", "empty_until", "lock", "turns")
 
     def __init__(self) -> None:
@@ -260,42 +260,42 @@ class _Purse:
 
 
 class RateLimiter:
-    def __init__(self, cabinet: DocumentStore, clock: Clock, *, is_shared: bool) -> None:
-        self._cabinet = cabinet
+    def __init__(self, documents: DocumentStore, clock: Clock, *, is_shared: bool) -> None:
+        self._documents = documents
         self._clock = clock
         self._is_shared = is_shared
-        self._purses: dict[TenantId, _Purse] = {}
+        self._local_tokens: dict[TenantId, _LocalTokens] = {}
 
     async def take(self, tenant: TenantId, per_minute: int) -> None:
         """Refuses where there is none left, and says when there will be."""
-        purse = self._purse(tenant)
-        async with purse.lock:
-            if not purse.turns and (passed := self._clock.monotonic()) >= purse.empty_until:
-                drawn = await self._draw(tenant, purse, per_minute)
-                purse.turns = drawn.turns
-                purse.empty_until = passed + drawn.wait_s
-            if not purse.turns:
-                wait_s = max(0.001, purse.empty_until - self._clock.monotonic())
+        local_tokens = self._tokens_of(tenant)
+        async with local_tokens.lock:
+            if not local_tokens.turns and (passed := self._clock.monotonic()) >= local_tokens.empty_until:
+                drawn = await self._draw(tenant, local_tokens, per_minute)
+                local_tokens.turns = drawn.turns
+                local_tokens.empty_until = passed + drawn.wait_s
+            if not local_tokens.turns:
+                wait_s = max(0.001, local_tokens.empty_until - self._clock.monotonic())
                 raise Refusal(
                     RefusalCode.RATE_LIMITED,
                     f"the tenant {tenant!r} may submit {per_minute} jobs a minute; try again in {wait_s:.1f} s",
                     retry_after_s=round(wait_s, 3),
                     limit=per_minute,
                 )
-            purse.turns -= 1
+            local_tokens.turns -= 1
 
-    async def _draw(self, tenant: TenantId, purse: _Purse, per_minute: int) -> TokenDraw:
+    async def _draw(self, tenant: TenantId, local_tokens: _LocalTokens, per_minute: int) -> TokenDraw:
         if not self._is_shared:
-            drawn = draw(purse.bucket, per_minute, 1, self._clock.monotonic())
-            purse.bucket = drawn.bucket
+            drawn = draw(local_tokens.bucket, per_minute, 1, self._clock.monotonic())
+            local_tokens.bucket = drawn.bucket
             return drawn
         for _ in range(_TRIES):
-            document, now = await self._cabinet.get(DRAWER, tenant), self._clock.now()
+            document, now = await self._documents.get(COLLECTION, tenant), self._clock.now()
             bucket = None if document is None else _buckets.decode(document.body)
-            drawn = draw(bucket, per_minute, max(1, per_minute // _PURSE), now)
+            drawn = draw(bucket, per_minute, max(1, per_minute // _LOCAL_TOKENS), now)
             version = 0 if document is None else document.version
-            if not drawn.turns or await self._cabinet.put(
-                DRAWER, tenant, msgspec.json.encode(drawn.bucket), version=version
+            if not drawn.turns or await self._documents.put(
+                COLLECTION, tenant, msgspec.json.encode(drawn.bucket), version=version
             ):
                 return drawn
         raise Refusal(
@@ -303,10 +303,10 @@ class RateLimiter:
             f"too many submit for the tenant {tenant!r} at once; try again in a moment",
         )
 
-    def _purse(self, tenant: TenantId) -> _Purse:
-        purse = self._purses.pop(tenant, None) or _Purse()
-        self._purses[tenant] = purse
-        if len(self._purses) > _MAX_PURSES:
+    def _tokens_of(self, tenant: TenantId) -> _LocalTokens:
+        local_tokens = self._local_tokens.pop(tenant, None) or _LocalTokens()
+        self._local_tokens[tenant] = local_tokens
+        if len(self._local_tokens) > _MAX_TENANTS:
             # The longest unused one; somebody who waits for its lock holds it himself.
-            del self._purses[next(iter(self._purses))]
-        return purse
+            del self._local_tokens[next(iter(self._local_tokens))]
+        return local_tokens

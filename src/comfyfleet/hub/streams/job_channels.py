@@ -25,8 +25,8 @@ from comfyfleet.model.fact import Event, Fact, ProgressEvent, ProgressKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.tracing import in_background, log_failure
-from comfyfleet.wire.progress import ProgressBody, fact_body, news_body, remaining_s, told
-from comfyfleet.wire.status_names import spell
+from comfyfleet.wire.progress import ProgressBody, fact_body, progress_event_body, remaining_s, told
+from comfyfleet.wire.status_names import status_name
 
 _ALL = {"percentage": 100.0}
 
@@ -69,22 +69,24 @@ class JobProgress:
         """As its worker said with the last progress."""
         self._told: dict[str, Any] = _ALL if dispatch.phase is Phase.COMPLETED else {}
 
-    def hear(self, news: ProgressEvent) -> None:
-        if self._phase is Phase.QUEUED and news.lease_number > (self._lease or 0):
+    def hear(self, progress: ProgressEvent) -> None:
+        if self._phase is Phase.QUEUED and progress.lease_number > (self._lease or 0):
             # Faster than the fact it follows; of an older lease it is only late.
             self._phase = Phase.LEASED
-        if self._phase is not Phase.LEASED or (news.lease_number and news.lease_number < (self._lease or 0)):
+        if self._phase is not Phase.LEASED or (
+            progress.lease_number and progress.lease_number < (self._lease or 0)
+        ):
             return
-        if news.lease_number and news.lease_number != self._lease:
-            self._told, self._started_at, self._lease = {}, news.at, news.lease_number
+        if progress.lease_number and progress.lease_number != self._lease:
+            self._told, self._started_at, self._lease = {}, progress.at, progress.lease_number
             self._remaining_s = None
-        self._worker_id = news.worker_id or self._worker_id
-        self._updated_at = news.at
-        if news.kind is ProgressKind.STARTED:
-            self._started_at = news.at
-        elif news.kind is ProgressKind.PROGRESS:
-            self._told = told(news.data)
-            self._remaining_s, self._told_at = remaining_s(news.data), news.at
+        self._worker_id = progress.worker_id or self._worker_id
+        self._updated_at = progress.at
+        if progress.kind is ProgressKind.STARTED:
+            self._started_at = progress.at
+        elif progress.kind is ProgressKind.PROGRESS:
+            self._told = told(progress.data)
+            self._remaining_s, self._told_at = remaining_s(progress.data), progress.at
 
     def body(self, now: float) -> ProgressBody:
         estimate = None
@@ -94,7 +96,7 @@ class JobProgress:
             estimate = self._started_at + self._expected_s
         return ProgressBody(
             self._job_id,
-            spell(self._phase),
+            status_name(self._phase),
             **self._told,
             worker_id=self._worker_id,
             lease=self._lease,
@@ -105,20 +107,20 @@ class JobProgress:
         )
 
 
-async def standing_of(engine: Engine, dispatch: Dispatch, record: Job) -> JobProgress:
+async def progress_of(engine: Engine, dispatch: Dispatch, record: Job) -> JobProgress:
     expected_s = None
     if dispatch.lease is not None:
         expected_s = await engine.expected_s(dispatch.workflow_hash, dispatch.lease.worker_id)
     standing = JobProgress(dispatch, record, expected_s)
-    if dispatch.lease is not None and (news := await engine.newest(dispatch)) is not None:
-        standing.hear(news)
+    if dispatch.lease is not None and (progress := await engine.newest(dispatch)) is not None:
+        standing.hear(progress)
     return standing
 
 
 _LOG = logging.getLogger(__name__)
 
 _KEEP_NEWS = 64
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _TRIES = 20
 
 
@@ -165,11 +167,11 @@ class JobChannel(Feed):
             if event.number > self.told:
                 self.look()
         elif event.kind is ProgressKind.PREVIEW:
-            self.add(FeedEntry(event.kind.value, news_body(event)), only_newest=True)
+            self.add(FeedEntry(event.kind.value, progress_event_body(event)), only_newest=True)
         else:
             self._standing.hear(event)
             if event.kind is not ProgressKind.PROGRESS:
-                self.add(FeedEntry(event.kind.value, news_body(event)))
+                self.add(FeedEntry(event.kind.value, progress_event_body(event)))
             self.add(FeedEntry("progress", self.progress))
 
     def end(self) -> None:
@@ -217,7 +219,7 @@ class JobChannel(Feed):
             self._reading = None
 
     def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_AGAIN_S, self.look)
+        self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self.look)
 
     async def _read(self) -> None:
         """Facts first, then the job as it is. Where they do not tell of the same end, or only one of them tells of one,
@@ -241,7 +243,7 @@ class JobChannel(Feed):
 
     async def _tell(self, dispatch: Dispatch, record: Job, facts: list[Fact]) -> None:
         self.tenant = record.tenant
-        self._standing = await standing_of(self._engine, dispatch, record)
+        self._standing = await progress_of(self._engine, dispatch, record)
         is_over = facts[-1].kind.is_final
         result = None if record.result is None else await made_safe(record.result)
         for fact in facts:

@@ -21,7 +21,7 @@ from comfyfleet.hub.http.limits import ClientDisconnected, ConnectionLimits
 from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.hub.streams.feed import Feed, FeedEntry
 from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
-from comfyfleet.hub.streams.job_channels import JobChannels, standing_of
+from comfyfleet.hub.streams.job_channels import JobChannels, progress_of
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
@@ -192,7 +192,7 @@ class StreamHandlers:
         record = await self._engine.store.records.get(job_id)
         if record is None:
             raise no_job(job_id)
-        standing = await standing_of(self._engine, dispatch, record)
+        standing = await progress_of(self._engine, dispatch, record)
         return Reply(200, standing.body(self._engine.now()))
 
     async def _stream(self, call: HubRequest[StreamQuery]) -> Reply | Response:

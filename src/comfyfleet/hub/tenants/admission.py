@@ -44,7 +44,7 @@ class TermsAdmission:
         self,
         tenants: Tenants,
         pools: TenantDatabases,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         *,
         is_shared: bool,
@@ -53,14 +53,14 @@ class TermsAdmission:
         self._pools = pools
         self._clock = clock
         self._is_shared = is_shared
-        self._turns = RateLimiter(cabinet, clock, is_shared=is_shared)
+        self._turns = RateLimiter(documents, clock, is_shared=is_shared)
         self._rooms: dict[TenantId, _Room] = {}
 
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
         return await self._tenants.get(tenant_id)
 
     @asynccontextmanager
-    async def entering(self, tenant: Tenant, /) -> AsyncIterator[None]:
+    async def admit(self, tenant: Tenant, /) -> AsyncIterator[None]:
         caps = tenant.caps
         room = None if caps.max_waiting is None else await self._enter(tenant, caps.max_waiting)
         try:

@@ -28,12 +28,12 @@ class TenantHandlers:
     """`wake` is called when a tenant is to be seen to at once."""
 
     def __init__(
-        self, estate: TenantServices, shares: FairShareSync, clock: Clock, wake: Callable[[], None]
+        self, tenant_services: TenantServices, shares: FairShareSync, clock: Clock, wake: Callable[[], None]
     ) -> None:
-        self._estate = estate
-        self._tenants = estate.tenants
+        self._tenant_services = tenant_services
+        self._tenants = tenant_services.tenants
         self._shares = shares
-        self._pools = estate.pools
+        self._pools = tenant_services.pools
         self._clock = clock
         self._wake = wake
 
@@ -60,14 +60,14 @@ class TenantHandlers:
         policy.check_terms(tenant)
         database = await self._pools.get(pool)
         if await self._tenants.newest(tenant.tenant_id) is None:
-            if await self._estate.remembers(tenant.tenant_id):
+            if await self._tenant_services.remembers(tenant.tenant_id):
                 raise Refusal(
                     RefusalCode.DUPLICATE_DIFFERS,
                     f"there was a tenant {tenant.tenant_id!r}, and the store keeps what became of its jobs until their "
                     "time is over ([retention]): a new one would see them; choose another name until then",
                 )
             # Before the name is taken: one of the same name may have been here once, and its book is closed.
-            await database.begin_book(tenant.tenant_id)
+            await database.create_account(tenant.tenant_id)
         made = await self._tenants.create(tenant)
         await self._shares.keep(made)
         return Reply(201, wire.view(made), made=made.tenant_id)
@@ -75,7 +75,7 @@ class TenantHandlers:
     async def get(self, call: HubRequest[None]) -> Reply:
         tenant = await known(self._tenants, call.parameters["tenant_id"])
         is_on_its_way = tenant.state in (TenantState.MOVING, TenantState.LEAVING)
-        doing = await waits_for(self._estate.cabinet, tenant.tenant_id) if is_on_its_way else None
+        doing = await waits_for(self._tenant_services.documents, tenant.tenant_id) if is_on_its_way else None
         return Reply(200, wire.view(tenant, doing))
 
     async def change(self, call: HubRequest[wire.TenantChange]) -> Reply:

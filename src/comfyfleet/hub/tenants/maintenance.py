@@ -38,7 +38,7 @@ from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
-_LOOK_S = 10.0
+_POLL_S = 10.0
 AT_ONCE = 8
 """So many tenants are seen to at the same time; the others have their turn when one is done."""
 
@@ -48,21 +48,21 @@ class TenantMaintenance:
 
     def __init__(
         self,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         tenants: Tenants,
-        mover: TenantRelocation,
-        leaver: TenantDeletion,
+        relocation: TenantRelocation,
+        deletion: TenantDeletion,
         judge: TermsReview,
         shares: FairShareSync,
         audit: AuditLog,
-        look_s: float = _LOOK_S,
+        look_s: float = _POLL_S,
     ) -> None:
-        self._cabinet = cabinet
+        self._documents = documents
         self._clock = clock
         self._tenants = tenants
-        self._mover = mover
-        self._leaver = leaver
+        self._relocation = relocation
+        self._deletion = deletion
         self._judge = judge
         self._shares = shares
         self._audit = audit
@@ -119,7 +119,7 @@ class TenantMaintenance:
 
     async def _see_to(self, tenant_id: TenantId) -> None:
         try:
-            mine = await claim(self._cabinet, self._clock, tenant_id)
+            mine = await claim(self._documents, self._clock, tenant_id)
             if mine is None:
                 return
             try:
@@ -145,11 +145,11 @@ class TenantMaintenance:
                 await self._delete(tenant, mine)
                 return True
             if tenant.state is TenantState.MOVING:
-                tenant = await self._mover.move(tenant, mine)
+                tenant = await self._relocation.move(tenant, mine)
                 await self._shares.keep(tenant)
                 _LOG.info("tenant %s lies in the pool %s now", tenant_id, tenant.pool)
             elif tenant.moved_from is not None:
-                tenant = await self._mover.tidy(tenant, mine)
+                tenant = await self._relocation.tidy(tenant, mine)
             else:
                 tenant = await self._judge.judge(tenant, mine)
         return tenant is None
@@ -157,9 +157,9 @@ class TenantMaintenance:
     async def _delete(self, tenant: Tenant, mine: Claim) -> None:
         tenant_id = tenant.tenant_id
         # It may take long, and many attempts while its pool is away: the log tells of its end.
-        await self._leaver.leave(tenant, mine)
+        await self._deletion.leave(tenant, mine)
         entry = AuditEntry(0.0, "hub", None, "tenant_deleted", tenant_id, tenant_id)
-        await self._audit.operation(entry, lambda: self._leaver.forget(tenant_id), lambda _: None)
+        await self._audit.operation(entry, lambda: self._deletion.forget(tenant_id), lambda _: None)
         await self._shares.forget(tenant_id)
 
 
@@ -188,7 +188,7 @@ class TenantSuspension:
         return True
 
 
-DRAWER = "unrunnable"
+COLLECTION = "unrunnable"
 CLAIM = TenantId("-unrunnable")
 """No tenant has a name like this."""
 LOOK_S = 30.0
@@ -203,11 +203,11 @@ class UnrunnableJobTimeout:
     """`start` and `close` are its life; both may be called twice."""
 
     def __init__(
-        self, engine: Engine, tenants: Tenants, cabinet: DocumentStore, clock: Clock, look_s: float = LOOK_S
+        self, engine: Engine, tenants: Tenants, documents: DocumentStore, clock: Clock, look_s: float = LOOK_S
     ) -> None:
         self._engine = engine
         self._tenants = tenants
-        self._cabinet = cabinet
+        self._documents = documents
         self._clock = clock
         self._look_s = look_s
         self._running: asyncio.Task[None] | None = None
@@ -236,7 +236,7 @@ class UnrunnableJobTimeout:
 
     async def look(self) -> int:
         """How many have failed."""
-        mine = await claim(self._cabinet, self._clock, CLAIM)
+        mine = await claim(self._documents, self._clock, CLAIM)
         if mine is None:
             return 0
         try:
@@ -253,9 +253,9 @@ class UnrunnableJobTimeout:
         )
         noted = await self._noted()
         for key in noted.keys() - classes.keys():
-            await self._cabinet.remove(DRAWER, key)
+            await self._documents.remove(COLLECTION, key)
         for key in classes.keys() - noted.keys():
-            await self._cabinet.put(DRAWER, key, msgspec.json.encode(_Noted(now)), version=0)
+            await self._documents.put(COLLECTION, key, msgspec.json.encode(_Noted(now)), version=0)
         of_tenants: dict[TenantId, dict[ClassKey, float]] = {}
         for key, cls in classes.items():
             if key in noted:
@@ -272,7 +272,7 @@ class UnrunnableJobTimeout:
     async def _noted(self) -> dict[ClassKey, float]:
         noted: dict[ClassKey, float] = {}
         after = ""
-        while page := await self._cabinet.listing(DRAWER, after, _PAGE):
+        while page := await self._documents.listing(COLLECTION, after, _PAGE):
             noted |= {ClassKey(each.name): msgspec.json.decode(each.body, type=_Noted).since for each in page}
             after = page[-1].name
         return noted

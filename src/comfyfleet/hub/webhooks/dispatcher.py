@@ -29,7 +29,7 @@ from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
-_AT_A_TIME = 32
+_BATCH_SIZE = 32
 _MAX_HEARD = 10_000
 """Rounds of jobs whose facts were heard and not looked at yet; more are found by going through the notes."""
 _MAX_UNHEARD = 50_000
@@ -51,7 +51,7 @@ class WebhookDispatcher:
     def __init__(
         self,
         engine: Engine,
-        book: WebhookOutbox,
+        ledger: WebhookOutbox,
         webhooks: Webhooks,
         guard: UrlGuard,
         sender: WebhookSender,
@@ -59,7 +59,7 @@ class WebhookDispatcher:
         bounds: OutgoingLimits | None = None,
     ) -> None:
         self._engine = engine
-        self._book = book
+        self._ledger = ledger
         self._webhooks = webhooks
         self._guard = guard
         self._sender = sender
@@ -100,7 +100,7 @@ class WebhookDispatcher:
                 if len(self._unheard) > _MAX_UNHEARD:
                     del self._unheard[next(iter(self._unheard))]
             return
-        await self._book.note(job_id, round_, self._engine.now())
+        await self._ledger.note(job_id, round_, self._engine.now())
         self._announced += 1
         self._is_needed = True
 
@@ -142,7 +142,7 @@ class WebhookDispatcher:
         while True:
             # First, so that whatever comes while something is being done is not slept through.
             self._woken.clear()
-            some = list(itertools.islice(self._heard, _AT_A_TIME))
+            some = list(itertools.islice(self._heard, _BATCH_SIZE))
             for each in some:
                 del self._heard[each]
             await self._tried(asyncio.gather(*(self._look_at(*each) for each in some)))
@@ -173,7 +173,7 @@ class WebhookDispatcher:
     async def _look_at_notes(self, *, is_whole: bool) -> None:
         while True:
             announced, after = self._announced, self._notes_after
-            found, self._notes_after = await self._book.notes(after, _NOTES)
+            found, self._notes_after = await self._ledger.notes(after, _NOTES)
             await _some_at_a_time(self._enter_if_there, found)
             if not after and announced == self._announced:
                 self._is_needed = bool(found)
@@ -181,7 +181,7 @@ class WebhookDispatcher:
                 return
 
     async def _look_at(self, job_id: JobId, round_: int) -> None:
-        noted = await self._book.noted(job_id, round_)
+        noted = await self._ledger.noted(job_id, round_)
         if noted is not None:
             await self._enter_if_there(noted)
 
@@ -200,19 +200,19 @@ class WebhookDispatcher:
         if job is None:
             is_old = self._engine.now() - noted.note.at > _NEVER_CAME_S
             if is_old and await store.load(job_id) is None:
-                await self._book.forget_note(noted)
+                await self._ledger.forget_note(noted)
             return
         facts = [fact for fact in facts if fact.round == noted.round]
         if not facts:
             return
         for delivery in self._wanted(job, facts, await self._webhooks.hearing(job.tenant)):
-            entered = await self._book.add(delivery)
+            entered = await self._ledger.add(delivery)
             if entered is not None:
                 self._outgoing.offer(entered.name, entered.host, entered.owner)
         if facts[-1].kind.is_final:
-            await self._book.forget_note(noted)
+            await self._ledger.forget_note(noted)
         else:
-            await self._book.told(noted, facts[-1].number)
+            await self._ledger.told(noted, facts[-1].number)
 
     def _wanted(
         self, job: Job, facts: Iterable[Fact], standing: Iterable[WebhookSubscription]
@@ -242,7 +242,7 @@ class WebhookDispatcher:
         """Going on where the last look ended, so that many that wait for one host do not hide the others."""
         now = self._engine.now()
         for _ in range(_DUE_PAGES):
-            page = await self._book.due(self._due_after, _DUE)
+            page = await self._ledger.due(self._due_after, _DUE)
             for entry in page:
                 if entry.at > now:
                     break
@@ -256,7 +256,7 @@ class WebhookDispatcher:
         """A due entry by its name. One that did not lead to an attempt may not lead anywhere any more."""
         try:
             if not await self._sender.send(delivery_in(entry)):
-                await self._book.mend(entry)
+                await self._ledger.mend(entry)
         except ComfyFleetError as error:
             _LOG.warning("a delivery could not be noted; it is tried again: %s", error)
         except Exception:
@@ -269,7 +269,7 @@ class WebhookDispatcher:
         if not self._prune_after and now - self._pruned_at < _PRUNE_EVERY_S:
             return
         self._pruned_at = now
-        page = await self._book.page(self._prune_after, _PRUNE)
+        page = await self._ledger.page(self._prune_after, _PRUNE)
         kept_s = min(rules.keep_delivered_s, rules.keep_undelivered_s)
         old = [each for each in page if submitted_at(each[0]) <= now - kept_s]
         self._prune_after = old[-1][0] if len(old) == _PRUNE else ""
@@ -277,7 +277,7 @@ class WebhookDispatcher:
         await _some_at_a_time(self._forget, over)
 
     async def _forget(self, over: tuple[str, TenantId | None]) -> None:
-        await self._book.forget(*over)
+        await self._ledger.forget(*over)
 
 
 def _ended_before(delivery: Delivery, now: float, rules: Rules) -> bool:
@@ -288,5 +288,5 @@ def _ended_before(delivery: Delivery, now: float, rules: Rules) -> bool:
 
 async def _some_at_a_time(work: Callable[[T], Awaitable[None]], items: Sequence[T]) -> None:
     """Together, so that they wait for one commit and not each for its own."""
-    for start in range(0, len(items), _AT_A_TIME):
-        await asyncio.gather(*map(work, items[start : start + _AT_A_TIME]))
+    for start in range(0, len(items), _BATCH_SIZE):
+        await asyncio.gather(*map(work, items[start : start + _BATCH_SIZE]))

@@ -37,14 +37,14 @@ class WebhookHandlers:
         self,
         engine: Engine,
         webhooks: Webhooks,
-        book: WebhookOutbox,
+        ledger: WebhookOutbox,
         guard: UrlGuard,
         sender: WebhookSender,
         wake: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._webhooks = webhooks
-        self._book = book
+        self._ledger = ledger
         self._guard = guard
         self._sender = sender
         self._wake = wake
@@ -138,8 +138,8 @@ class WebhookHandlers:
 
     async def _page(self, caller: Caller, after: str) -> tuple[list[tuple[str, Delivery]], str]:
         if caller.scope is not None:
-            return await self._book.page_of(caller.scope, after, _PAGE)
-        page = await self._book.page(after, _PAGE)
+            return await self._ledger.page_of(caller.scope, after, _PAGE)
+        page = await self._ledger.page(after, _PAGE)
         return page, page[-1][0] if len(page) == _PAGE else ""
 
     async def job_deliveries(self, call: HubRequest[bodies.WholeQuery]) -> Reply:
@@ -147,7 +147,7 @@ class WebhookHandlers:
         dispatch = await self._engine.store.load(job_id)
         if dispatch is None or not call.caller.sees(dispatch.tenant):
             raise no_job(job_id)
-        found = [each for each in await self._book.of_job(job_id) if _sees(call.caller, each.owner)]
+        found = [each for each in await self._ledger.of_job(job_id) if _sees(call.caller, each.owner)]
         page, cursor = page_of(found, call.given, lambda each: each.delivery_id)
         return Reply(200, wire.DeliveryList(tuple(map(wire.delivery_view, page)), cursor))
 
@@ -163,7 +163,7 @@ class WebhookHandlers:
         name = named(delivery_id)
         if name is None:
             raise missing
-        changed = await self._book.change(name, again)
+        changed = await self._ledger.change(name, again)
         if changed is None:
             raise missing
         self._wake()

@@ -52,7 +52,7 @@ from comfyfleet.wire.webhooks import (
 _MAX_WAITING = 5_000
 _MAX_WAITING_OF_HOST = 500
 _GRACE_S = 2.0
-_AGAIN_S = 2.0
+_RETRY_S = 2.0
 
 
 class OutgoingLimits(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class Waited:
                 RefusalCode.RATE_LIMITED,
                 f"at most {bounds.in_all} test deliveries are under way at a time, {bounds.of_owner} of one owner and "
                 f"{bounds.of_host} to one host: wait for the answers to those before it",
-                retry_after_s=_AGAIN_S,
+                retry_after_s=_RETRY_S,
             )
         counters = ((self._hosts, host), (self._owners, owner))
         for counter, key in counters:
@@ -197,7 +197,7 @@ class WebhookSender:
     def __init__(
         self,
         engine: Engine,
-        book: WebhookOutbox,
+        ledger: WebhookOutbox,
         webhooks: Webhooks,
         guard: UrlGuard,
         chance: RandomSource,
@@ -205,7 +205,7 @@ class WebhookSender:
         claim_s: float = CLAIM_S,
     ) -> None:
         self._engine = engine
-        self._book = book
+        self._ledger = ledger
         self._webhooks = webhooks
         self._guard = guard
         self._chance = chance
@@ -215,7 +215,7 @@ class WebhookSender:
     async def send(self, name: str) -> bool:
         """False: there was nothing to send now."""
         now = self._engine.now()
-        claimed = await self._book.claim(name, now, now + self._claim_s)
+        claimed = await self._ledger.claim(name, now, now + self._claim_s)
         if claimed is None:
             return False
         delivery, version = claimed
@@ -234,7 +234,7 @@ class WebhookSender:
                 after.attempts,
                 after.last_error,
             )
-        await self._book.settle(delivery, after, version)
+        await self._ledger.settle(delivery, after, version)
         return True
 
     async def _attempt(self, delivery: Delivery) -> Delivery:
@@ -301,7 +301,7 @@ class WebhookSender:
     async def _give_back(self, delivery: Delivery, version: int) -> None:
         free = msgspec.structs.replace(delivery, claimed_until=None)
         try:
-            await self._book.settle(delivery, free, version)
+            await self._ledger.settle(delivery, free, version)
         except ComfyFleetError as error:
             _LOG.info("a claim could not be given back; it ends by itself: %s", error)
 
@@ -322,8 +322,8 @@ _PAGE = 1_000
 
 
 class PendingDeliveries:
-    def __init__(self, book: WebhookOutbox, most: int) -> None:
-        self._book = book
+    def __init__(self, ledger: WebhookOutbox, most: int) -> None:
+        self._ledger = ledger
         self._most = most
         self._by_owner: Counter[str] = Counter()
         self._count_at = float("-inf")
@@ -340,7 +340,7 @@ class PendingDeliveries:
         found: Counter[str] = Counter()
         after = ""
         while True:
-            page = await self._book.due(after, _PAGE)
+            page = await self._ledger.due(after, _PAGE)
             found.update(entry.owner for entry in page)
             if len(page) < _PAGE:
                 break

@@ -145,22 +145,22 @@ class WebSocketChannel:
         self._send = send
         self._tell_more = tell_more
         self._answers: deque[bytes] = deque()
-        self._news = asyncio.Event()
+        self._progress = asyncio.Event()
         self._room_for_more = asyncio.Event()
         self._closing: tuple[int, str] | None = None
 
     def wake(self) -> None:
-        self._news.set()
+        self._progress.set()
 
     def answer(self, message: bytes) -> None:
         """Told in its turn."""
         self._answers.append(message)
-        self._news.set()
+        self._progress.set()
 
     def close(self, code: int = 1012, reason: str = "the hub is stopping") -> None:
         """After what is to be told already. 1012: the service restarts; come again."""
         self._closing = self._closing or (code, reason)
-        self._news.set()
+        self._progress.set()
 
     async def put(self, message: bytes) -> None:
         """At once."""
@@ -195,8 +195,8 @@ class WebSocketChannel:
 
     async def _write(self) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._progress.wait()
+            self._progress.clear()
             while self._answers:
                 await self.put(self._answers.popleft())
             self._room_for_more.set()

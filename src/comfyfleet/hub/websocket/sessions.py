@@ -40,7 +40,7 @@ from comfyfleet.model.ids import JobId, TenantId, parse_traceparent
 from comfyfleet.wire import answers, bodies, websocket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.progress import EventsQuery
-from comfyfleet.wire.status_names import StatusDialect, spell
+from comfyfleet.wire.status_names import StatusDialect, status_name
 
 _LOG = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ class WebSocketSession:
                     lambda: self._hub.inputs.submit(asked, is_large=is_large),
                     lambda made: made.job_id,
                 )
-                status = spell(submitted.phase, StatusDialect.SOCKET)
+                status = status_name(submitted.phase, StatusDialect.SOCKET)
                 self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)
                 # Old callers submit and wait for news; they were never asked to subscribe.
                 await self._subscribe(submitted.job_id)
@@ -331,7 +331,7 @@ class WebSocketSession:
         return {
             "type": "job_updated",
             "job_id": job_id,
-            "status": spell(view.dispatch.phase, StatusDialect.SOCKET),
+            "status": status_name(view.dispatch.phase, StatusDialect.SOCKET),
             "is_paused": now.is_paused,
             "cancel_requested": now.cancel_requested,
             "pause_requested": now.pause_requested,

@@ -39,16 +39,16 @@ from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.policy.sanitizer import safe_failure, safe_news
+from comfyfleet.policy.sanitizer import safe_failure, safe_progress
 from comfyfleet.wire import websocket
 from comfyfleet.wire.answers import worker_status
 from comfyfleet.wire.problems import answer_to
-from comfyfleet.wire.status_names import StatusDialect, spell
+from comfyfleet.wire.status_names import StatusDialect, status_name
 from comfyfleet.wire.worker import RegisterBody, concurrent_jobs, lease_ref, registration
 
 _MAX_PARKED = 64
 _COMMANDS_S = 30.0
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 
 Message = dict[str, Any]
 
@@ -143,7 +143,7 @@ class WebSocketWorkers:
             try:
                 self._command(await self._engine.commands(worker_id, _COMMANDS_S))
             except (Refusal, Fault):
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
 
     def _command(self, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -223,8 +223,8 @@ class WebSocketWorkers:
     async def _progress(self, body: websocket.UpdateProgress) -> None:
         ref = await self._ref(body)
         data = body.progress if isinstance(body.progress, dict) else {"percentage": body.progress}
-        news = await apart(lambda: safe_news(data), is_large=has_many(data.values()))
-        beat = await self._engine.progress([ProgressReport(ref, ProgressKind.PROGRESS, news)])
+        progress = await apart(lambda: safe_progress(data), is_large=has_many(data.values()))
+        beat = await self._engine.progress([ProgressReport(ref, ProgressKind.PROGRESS, progress)])
         self._command(beat.commands)
         self._lose(beat.lost)
 
@@ -273,7 +273,7 @@ class WebSocketWorkers:
         ref = self._leases.pop(JobId(body.job_id), None)
         if ref is not None:
             self._told.discard((ref.job_id, ref.number))
-        status = spell(settled.phase, StatusDialect.SOCKET)
+        status = status_name(settled.phase, StatusDialect.SOCKET)
         return {"type": name, "job_id": body.job_id, "status": status, "will_retry": settled.will_retry}
 
 

@@ -117,13 +117,13 @@ class Keyring:
 
     def __init__(
         self,
-        cabinet: DocumentStore,
+        documents: DocumentStore,
         clock: Clock,
         masters: Callable[[], MasterKeys],
         *,
         renew_s: float = RENEW_S,
     ) -> None:
-        self._cabinet = cabinet
+        self._documents = documents
         self._clock = clock
         self._read = masters
         self._masters = masters()
@@ -135,7 +135,7 @@ class Keyring:
 
     async def open(self) -> None:
         """Refuses keys that do not open what is in this store."""
-        for document in await self._cabinet.listing(MASTER_KEYS, limit=_PAGE):
+        for document in await self._documents.listing(MASTER_KEYS, limit=_PAGE):
             master = self._masters.keys.get(document.name)
             if master is None:
                 raise Refusal(
@@ -152,7 +152,7 @@ class Keyring:
                 )
 
     @property
-    def seals(self) -> bool:
+    def encrypts(self) -> bool:
         return self._masters.current is not None
 
     async def refresh(self) -> int:
@@ -171,7 +171,7 @@ class Keyring:
 
     # sealing and opening
 
-    async def to_seal(self, tenant: TenantId) -> DataKey | None:
+    async def to_encrypt(self, tenant: TenantId) -> DataKey | None:
         """None: nothing is to be sealed."""
         if self._masters.current is None:
             return None
@@ -189,12 +189,12 @@ class Keyring:
         _remember(self._current, tenant, (key, now))
         return key
 
-    async def to_open(self, tenant: TenantId, key_id: str) -> DataKey:
+    async def to_decrypt(self, tenant: TenantId, key_id: str) -> DataKey:
         now = self._clock.now()
         kept = self._known.get((tenant, key_id))
         if kept is not None and now < kept[1] + KEEP_S:
             return kept[0]
-        document = await self._cabinet.get(DATA_KEYS, _name(tenant, key_id))
+        document = await self._documents.get(DATA_KEYS, _name(tenant, key_id))
         if document is None:
             raise DecryptionFailed(
                 f"it was sealed with the data key {key_id}, which this store does not have"
@@ -220,7 +220,7 @@ class Keyring:
         name = _name(tenant, key.key_id)
         await self._introduce()
         body = self._wrapped(current, key.secret, name, now)
-        if not await self._cabinet.put(DATA_KEYS, name, body, version=0):
+        if not await self._documents.put(DATA_KEYS, name, body, version=0):
             raise Fault("a new data key's id is taken already; try again")
         _remember(self._current, tenant, (key, now))
         return key
@@ -244,15 +244,15 @@ class Keyring:
                 continue
             body = self._wrapped(current, secret, document.name, wrapped.made_at)
             # One that was changed since then was wrapped anew, or destroyed, by another: that stands.
-            if await self._cabinet.put(DATA_KEYS, document.name, body, version=document.version):
+            if await self._documents.put(DATA_KEYS, document.name, body, version=document.version):
                 moved += 1
             else:
                 left.add(wrapped.master)
         if current is not None and (moved or left):
             await self._introduce()
-            for document in await self._cabinet.listing(MASTER_KEYS, limit=_PAGE):
+            for document in await self._documents.listing(MASTER_KEYS, limit=_PAGE):
                 if document.name != current and document.name not in left:
-                    await self._cabinet.remove(MASTER_KEYS, document.name)
+                    await self._documents.remove(MASTER_KEYS, document.name)
         return moved
 
     async def shred(self, tenant: TenantId) -> int:
@@ -263,7 +263,7 @@ class Keyring:
             if wrapped.destroyed_at is not None:
                 continue
             body = msgspec.json.encode(WrappedKey(wrapped.made_at, destroyed_at=now))
-            await self._cabinet.put(DATA_KEYS, document.name, body, version=None)
+            await self._documents.put(DATA_KEYS, document.name, body, version=None)
             destroyed += 1
         self._current.pop(tenant, None)
         for known in [each for each in self._known if each[0] == tenant]:
@@ -295,9 +295,9 @@ class Keyring:
     async def _introduce(self) -> None:
         """A text that the current master key has wrapped: by it a wrong key is known at the start."""
         current = self._masters.current
-        if current is not None and await self._cabinet.get(MASTER_KEYS, current) is None:
+        if current is not None and await self._documents.get(MASTER_KEYS, current) is None:
             body = wrap(self._masters.keys[current], _CHECK, _FOR_CHECKS, current)
-            await self._cabinet.put(MASTER_KEYS, current, body, version=0)
+            await self._documents.put(MASTER_KEYS, current, body, version=0)
 
     def _wrapped(self, master: str, secret: bytes, name: str, made_at: float) -> bytes:
         wrapped = wrap(self._masters.keys[master], secret, name, master)
@@ -322,7 +322,7 @@ class Keyring:
     async def _of(self, tenant: TenantId) -> AsyncIterator[Document]:
         """In the order of their ids, which is that of time."""
         after = prefix = f"{tenant}/"
-        while page := await self._cabinet.listing(DATA_KEYS, after, _PAGE):
+        while page := await self._documents.listing(DATA_KEYS, after, _PAGE):
             for document in page:
                 if not document.name.startswith(prefix):
                     return
@@ -333,7 +333,7 @@ class Keyring:
 
     async def _all(self) -> AsyncIterator[Document]:
         after = ""
-        while page := await self._cabinet.listing(DATA_KEYS, after, _PAGE):
+        while page := await self._documents.listing(DATA_KEYS, after, _PAGE):
             for document in page:
                 yield document
             after = page[-1].name

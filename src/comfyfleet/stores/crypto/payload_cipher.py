@@ -23,9 +23,9 @@ from comfyfleet.stores.crypto.value_cipher import (
     DecryptionFailed,
     Kind,
     ValueContext,
+    encrypt,
     key_id_of,
     open_value,
-    seal,
 )
 from comfyfleet.stores.documents import pack
 
@@ -51,11 +51,11 @@ class PayloadCipher:
         """New values of a job's record."""
         changed = dict(changes)
         if (payload := changes.get("payload")) is not None:
-            bytes_ = await self._seal(tenant, job_id, "payload", payload)
-            changed["payload"] = payload if bytes_ is None else encrypted.sealed_payload(bytes_)
+            bytes_ = await self._encrypt(tenant, job_id, "payload", payload)
+            changed["payload"] = payload if bytes_ is None else encrypted.encrypted_payload(bytes_)
         if (result := changes.get("result")) is not None:
-            bytes_ = await self._seal(tenant, job_id, "result", result)
-            changed["result"] = result if bytes_ is None else encrypted.sealed_result(bytes_)
+            bytes_ = await self._encrypt(tenant, job_id, "result", result)
+            changed["result"] = result if bytes_ is None else encrypted.encrypted_result(bytes_)
         if (failure := changes.get("failure")) is not None:
             changed["failure"] = await self._failure(tenant, job_id, failure)
         return changed
@@ -71,18 +71,18 @@ class PayloadCipher:
         made = []
         for draft in drafts:
             if draft.kind in _TELLING and draft.data is not None:
-                bytes_ = await self._seal(tenant, job_id, "fact", draft.data)
-                draft = draft if bytes_ is None else FactDraft(draft.kind, encrypted.sealed_data(bytes_))
+                bytes_ = await self._encrypt(tenant, job_id, "fact", draft.data)
+                draft = draft if bytes_ is None else FactDraft(draft.kind, encrypted.encrypted_data(bytes_))
             made.append(draft)
         return tuple(made)
 
     async def _failure(self, tenant: TenantId, job_id: JobId, failure: Failure) -> Failure:
-        bytes_ = await self._seal(tenant, job_id, "failure", failure)
-        return failure if bytes_ is None else encrypted.sealed_failure(failure, bytes_)
+        bytes_ = await self._encrypt(tenant, job_id, "failure", failure)
+        return failure if bytes_ is None else encrypted.encrypted_failure(failure, bytes_)
 
-    async def _seal(self, tenant: TenantId, job_id: JobId, kind: Kind, value: object) -> bytes | None:
-        key = await self._keyring.to_seal(tenant)
-        return None if key is None else seal(key, ValueContext(tenant, job_id, kind), pack(value))
+    async def _encrypt(self, tenant: TenantId, job_id: JobId, kind: Kind, value: object) -> bytes | None:
+        key = await self._keyring.to_encrypt(tenant)
+        return None if key is None else encrypt(key, ValueContext(tenant, job_id, kind), pack(value))
 
     # on the way out
 
@@ -130,7 +130,7 @@ class PayloadCipher:
         return msgspec.structs.replace(fact, data=data)
 
     async def _open(self, tenant: TenantId, job_id: JobId, kind: Kind, value: bytes) -> bytes:
-        key = await self._keyring.to_open(tenant, key_id_of(value))
+        key = await self._keyring.to_decrypt(tenant, key_id_of(value))
         return open_value(key, ValueContext(tenant, job_id, kind), value)
 
 

@@ -33,7 +33,7 @@ _REFUSAL = (
 )
 
 
-def sealed_store(inner: Store, keyring: Keyring) -> Store:
+def encrypted_store(inner: Store, keyring: Keyring) -> Store:
     """The keyring's documents lie in the cabinet of the inner store."""
     return cast("Store", EncryptedStore(inner, keyring))
 
@@ -42,10 +42,14 @@ class EncryptedStore:
     def __init__(self, inner: Store, keyring: Keyring) -> None:
         self._inner = inner
         self._keyring = keyring
-        self._sealer = PayloadCipher(keyring)
+        self._cipher = PayloadCipher(keyring)
         self._tenants = TenantCache()
-        self.records: Records = EncryptedRecords(inner.records, self._sealer, self._tenants)
-        self.foreign = None if inner.foreign is None else EncryptedDirectWorkerInbox(inner.foreign, keyring)
+        self.records: Records = EncryptedRecords(inner.records, self._cipher, self._tenants)
+        self.direct_workers = (
+            None
+            if inner.direct_workers is None
+            else EncryptedDirectWorkerInbox(inner.direct_workers, keyring)
+        )
 
     def __getattr__(self, name: str) -> Any:
         # What is not about payloads is the inner store's own, also what its port has yet to learn.
@@ -54,45 +58,45 @@ class EncryptedStore:
     async def open(self) -> None:
         await self._inner.open()
         await self._keyring.open()
-        if self.foreign is not None and self._keyring.seals:
+        if self.direct_workers is not None and self._keyring.encrypts:
             # Those admitted before there was a key: they register again, and are told.
-            for worker_id in (await self.foreign.look(1)).seen:
+            for worker_id in (await self.direct_workers.look(1)).seen:
                 await self._inner.remove_worker(worker_id)
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         self._tenants.note(job.job_id, job.tenant)
-        if self._keyring.seals:
+        if self._keyring.encrypts:
             dispatch = without_digest(dispatch)
-        return await self._inner.enqueue(dispatch, await self._sealer.job(job), facts)
+        return await self._inner.enqueue(dispatch, await self._cipher.job(job), facts)
 
     async def write(self, write: Write) -> WriteResult | None:
-        sealed = await self._sealed(write)
-        return None if sealed is None else _told(await self._inner.write(sealed), write)
+        encrypted = await self._encrypted(write)
+        return None if encrypted is None else _told(await self._inner.write(encrypted), write)
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
     ) -> tuple[WriteResult | None, WriteResult | None]:
-        sealed = await self._sealed(write)
-        if sealed is None:
+        encrypted = await self._encrypted(write)
+        if encrypted is None:
             return None, None
-        finished, leased = await self._inner.finish_and_lease_next(sealed, offer)
+        finished, leased = await self._inner.finish_and_lease_next(encrypted, offer)
         return _told(finished, write), leased
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         facts = await self._inner.facts(job_id, after)
         tenant = await self._tenant_of(job_id) if facts else None
-        return facts if tenant is None else [await self._sealer.opened_fact(tenant, fact) for fact in facts]
+        return facts if tenant is None else [await self._cipher.opened_fact(tenant, fact) for fact in facts]
 
     async def attempts(self, job_id: JobId) -> list[Attempt]:
         attempts = await self._inner.attempts(job_id)
         tenant = await self._tenant_of(job_id) if attempts else None
         if tenant is None:
             return attempts
-        return [await self._sealer.opened_attempt(tenant, job_id, attempt) for attempt in attempts]
+        return [await self._cipher.opened_attempt(tenant, job_id, attempt) for attempt in attempts]
 
-    async def _sealed(self, write: Write) -> Write | None:
+    async def _encrypted(self, write: Write) -> Write | None:
         """None: there is no such job, so no guard holds."""
-        if self._keyring.seals and write.change.payload_sha256 is not UNSET:
+        if self._keyring.encrypts and write.change.payload_sha256 is not UNSET:
             change = msgspec.structs.replace(write.change, payload_sha256=None)
             write = msgspec.structs.replace(write, change=change)
         says_nothing = write.attempt_end is None or write.attempt_end.failure is None
@@ -101,13 +105,13 @@ class EncryptedStore:
         tenant = await self._tenant_of(write.job_id)
         if tenant is None:
             return None
-        sealer, job_id = self._sealer, write.job_id
+        cipher, job_id = self._cipher, write.job_id
         end = write.attempt_end
         return msgspec.structs.replace(
             write,
-            job=write.job and await sealer.changes(tenant, job_id, write.job),
-            attempt_end=end and await sealer.attempt_end(tenant, job_id, end),
-            facts=await sealer.drafts(tenant, job_id, write.facts),
+            job=write.job and await cipher.changes(tenant, job_id, write.job),
+            attempt_end=end and await cipher.attempt_end(tenant, job_id, end),
+            facts=await cipher.drafts(tenant, job_id, write.facts),
         )
 
     async def _tenant_of(self, job_id: JobId) -> TenantId | None:
@@ -150,9 +154,9 @@ def _told(written: WriteResult | None, write: Write) -> WriteResult | None:
 
 
 class EncryptedRecords:
-    def __init__(self, inner: Records, sealer: PayloadCipher, tenants: TenantCache) -> None:
+    def __init__(self, inner: Records, cipher: PayloadCipher, tenants: TenantCache) -> None:
         self._inner = inner
-        self._sealer = sealer
+        self._cipher = cipher
         self._tenants = tenants
 
     async def get(self, job_id: JobId) -> Job | None:
@@ -173,13 +177,13 @@ class EncryptedRecords:
         jobs = await self._inner.listing(
             tenant=tenant, phase=phase, limit=limit, after=after, newest_first=newest_first
         )
-        return [await self._sealer.opened(job) for job in jobs]
+        return [await self._cipher.opened(job) for job in jobs]
 
     async def _opened(self, job: Job | None) -> Job | None:
         if job is None:
             return None
         self._tenants.note(job.job_id, job.tenant)
-        return await self._sealer.opened(job)
+        return await self._cipher.opened(job)
 
 
 class EncryptedDirectWorkerInbox:
@@ -194,7 +198,7 @@ class EncryptedDirectWorkerInbox:
 
     async def look(self, limit: int) -> DirectWorkerBacklog:
         found = await self._inner.look(limit)
-        if not self._keyring.seals:
+        if not self._keyring.encrypts:
             return found
         shut = [
             msgspec.structs.replace(each, call=None, problem=_REFUSAL) if each.call is not None else each

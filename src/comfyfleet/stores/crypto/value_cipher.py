@@ -57,23 +57,25 @@ def new_key_id(now: float) -> str:
     return f"{int(now * 1000):012x}{secrets.token_hex(_ID_BYTES - 6)}"
 
 
-def seal(key: DataKey, place: ValueContext, plain: bytes) -> bytes:
+def encrypt(key: DataKey, place: ValueContext, plain: bytes) -> bytes:
     head = _FORMAT + bytes.fromhex(key.key_id)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     return head + nonce + _cipher(key, place).encrypt(nonce, plain, _bound(head, place))
 
 
-def key_id_of(sealed: bytes) -> str:
+def key_id_of(encrypted: bytes) -> str:
     """Which data key opens it."""
-    if sealed[: len(_FORMAT)] != _FORMAT or len(sealed) < _HEAD_BYTES + _NONCE_BYTES + _TAG_BYTES:
+    if encrypted[: len(_FORMAT)] != _FORMAT or len(encrypted) < _HEAD_BYTES + _NONCE_BYTES + _TAG_BYTES:
         raise DecryptionFailed("it is sealed in a form that this version does not know, or was damaged")
-    return sealed[len(_FORMAT) : _HEAD_BYTES].hex()
+    return encrypted[len(_FORMAT) : _HEAD_BYTES].hex()
 
 
-def open_value(key: DataKey, place: ValueContext, sealed: bytes) -> bytes:
-    head, nonce = sealed[:_HEAD_BYTES], sealed[_HEAD_BYTES : _HEAD_BYTES + _NONCE_BYTES]
+def open_value(key: DataKey, place: ValueContext, encrypted: bytes) -> bytes:
+    head, nonce = encrypted[:_HEAD_BYTES], encrypted[_HEAD_BYTES : _HEAD_BYTES + _NONCE_BYTES]
     try:
-        return _cipher(key, place).decrypt(nonce, sealed[_HEAD_BYTES + _NONCE_BYTES :], _bound(head, place))
+        return _cipher(key, place).decrypt(
+            nonce, encrypted[_HEAD_BYTES + _NONCE_BYTES :], _bound(head, place)
+        )
     except InvalidTag:
         raise DecryptionFailed(
             f"its {place.kind} was changed, or moved here from another job: it does not fit its seal"

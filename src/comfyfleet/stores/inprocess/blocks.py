@@ -10,7 +10,7 @@ from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.workflow_stats import WorkflowStats
 
 MAX_PAIRS_PER_WORKER = 1024
-MAX_LESSONS = 100_000
+MAX_WORKFLOW_STATS = 100_000
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -102,20 +102,20 @@ class WorkflowStatsTable:
     """The newest lessons; the longest unused is forgotten first."""
 
     def __init__(self) -> None:
-        self._lessons: dict[WorkflowHash, WorkflowStats] = {}
+        self._workflow_stats: dict[WorkflowHash, WorkflowStats] = {}
 
     def get(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
-        return self._lessons.get(workflow_hash)
+        return self._workflow_stats.get(workflow_hash)
 
     def listing(self) -> list[WorkflowStats]:
-        return list(self._lessons.values())
+        return list(self._workflow_stats.values())
 
-    def put(self, lesson: WorkflowStats) -> WorkflowHash | None:
+    def put(self, stats: WorkflowStats) -> WorkflowHash | None:
         """Answers the one that was forgotten to make room."""
-        self._lessons.pop(lesson.workflow_hash, None)
-        self._lessons[lesson.workflow_hash] = lesson
-        if len(self._lessons) <= MAX_LESSONS:
+        self._workflow_stats.pop(stats.workflow_hash, None)
+        self._workflow_stats[stats.workflow_hash] = stats
+        if len(self._workflow_stats) <= MAX_WORKFLOW_STATS:
             return None
-        forgotten = next(iter(self._lessons))
-        del self._lessons[forgotten]
+        forgotten = next(iter(self._workflow_stats))
+        del self._workflow_stats[forgotten]
         return forgotten

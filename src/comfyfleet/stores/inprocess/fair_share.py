@@ -158,26 +158,26 @@ class MemoryFairShare:
     """The port of the memory store."""
 
     def __init__(
-        self, book: FairShareState, now: Callable[[], float], jobs: Callable[[], Iterable[Dispatch]]
+        self, ledger: FairShareState, now: Callable[[], float], jobs: Callable[[], Iterable[Dispatch]]
     ) -> None:
-        self._book = book
+        self._ledger = ledger
         self._now = now
         self._jobs = jobs
 
     async def put_terms(self, terms: TenantTerms) -> None:
-        self._book.put_terms(terms, self._now(), self._jobs())
+        self._ledger.put_terms(terms, self._now(), self._jobs())
 
     async def remove_terms(self, tenant: TenantId) -> None:
-        self._book.remove_terms(tenant, self._now())
+        self._ledger.remove_terms(tenant, self._now())
 
     async def terms(self) -> list[TenantTerms]:
-        return sorted(self._book.terms.values(), key=lambda each: each.tenant)
+        return sorted(self._ledger.terms.values(), key=lambda each: each.tenant)
 
     async def charge(self, tenant: TenantId, seconds: float) -> None:
-        self._book.advance(tenant, seconds)
+        self._ledger.advance(tenant, seconds)
 
     async def of(self, tenant: TenantId) -> TenantShare:
-        return self._book.of(tenant)
+        return self._ledger.of(tenant)
 
     async def next_hold_end(self) -> float | None:
-        return self._book.next_hold_end(self._now())
+        return self._ledger.next_hold_end(self._now())

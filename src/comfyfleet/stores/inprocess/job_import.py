@@ -42,25 +42,25 @@ class MemoryJobTransfer:
         note_end: Callable[[MemoryEntry], None],
         forget: Callable[[MemoryEntry], None],
     ) -> None:
-        self._kept = kept
+        self._state = kept
         self._now = now
         self._note_end = note_end
         self._forget = forget
 
-    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
-        kept = self._kept
+    async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
+        kept = self._state
         if not all(kept.has_classes(each.dispatch) for each in jobs):
             return None
-        return [self._adopt(each).dispatch for each in jobs]
+        return [self._import_jobs(each).dispatch for each in jobs]
 
-    def _adopt(self, whole: JobSnapshot) -> MemoryEntry:
+    def _import_jobs(self, whole: JobSnapshot) -> MemoryEntry:
         job = whole.job
         known: JobId | None = job.job_id
-        if job.job_id not in self._kept.entries and job.reference is not None:
-            known = self._kept.references.get((job.tenant, job.reference))
-        if known is not None and (found := self._kept.entries.get(known)) is not None:
+        if job.job_id not in self._state.entries and job.reference is not None:
+            known = self._state.references.get((job.tenant, job.reference))
+        if known is not None and (found := self._state.entries.get(known)) is not None:
             return found
-        entry = place(self._kept, MemoryEntry(dispatch=whole.dispatch, job=job), whole, self._now())
+        entry = place(self._state, MemoryEntry(dispatch=whole.dispatch, job=job), whole, self._now())
         entry.facts = whole.facts
         self._note_end(entry)
         return entry
@@ -68,11 +68,11 @@ class MemoryJobTransfer:
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
         answers = []
         for read in jobs:
-            entry = self._kept.entries.get(read.job_id)
+            entry = self._state.entries.get(read.job_id)
             answers.append(is_as_read(None if entry is None else entry.dispatch, read))
             if entry is not None and answers[-1]:
                 self._forget(entry)
         return answers
 
-    async def lessons(self) -> list[WorkflowStats]:
-        return self._kept.lessons.listing()
+    async def workflow_stats(self) -> list[WorkflowStats]:
+        return self._state.workflow_stats.listing()

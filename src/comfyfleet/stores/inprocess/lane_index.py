@@ -146,13 +146,13 @@ class _Tenants:
 
 
 class _Profile:
-    __slots__ = ("bounds", "classes", "groups", "heap", "news", "sort_news_at", "tidy_at")
+    __slots__ = ("bounds", "classes", "groups", "heap", "sort_pending_at", "tidy_at", "unsorted")
 
     def __init__(self, classes: set[ClassKey]) -> None:
         self.classes = classes
-        self.news: dict[_Lane, None] = {}
+        self.unsorted: dict[_Lane, None] = {}
         """Lanes that got a new head since this profile last looked."""
-        self.sort_news_at = 64
+        self.sort_pending_at = 64
         self.tidy_at = 64
         self.groups: dict[_Place, _Group] = {}
         self.heap: list[_Entry] = []
@@ -181,20 +181,20 @@ class _Profile:
         heapify(self.heap)
         self.tidy_at = 64 + 2 * len(self.heap)
 
-    def sort_news(self) -> None:
+    def sort_pending(self) -> None:
         """A profile nobody polls for must not collect lanes that have emptied."""
-        self.news = {lane: None for lane in self.news if lane}
-        self.sort_news_at = 64 + 2 * len(self.news)
+        self.unsorted = {lane: None for lane in self.unsorted if lane}
+        self.sort_pending_at = 64 + 2 * len(self.unsorted)
 
     def _take_in(self, virtual_times: dict[TenantId, float]) -> None:
-        news, self.news = self.news, {}
-        for lane in news:
+        unsorted, self.unsorted = self.unsorted, {}
+        for lane in unsorted:
             if lane:
                 self.lower(lane, lane.first, virtual_times.get(lane.key.tenant, 0.0))
 
     def best(self, tenants: _Tenants) -> tuple[_Entry, _Group] | None:
         virtual_times, out = tenants.virtual_times, tenants.out
-        if self.news:
+        if self.unsorted:
             self._take_in(virtual_times)
         heap, bounds = self.heap, self.bounds
         while heap:
@@ -301,8 +301,8 @@ class LaneIndex:
         profile = self._profiles[key] = _Profile(set(fits))
         for class_key in fits:
             self._profiles_of[class_key][profile] = None
-            profile.news.update(self._lanes_of[class_key])
-        profile.sort_news()
+            profile.unsorted.update(self._lanes_of[class_key])
+        profile.sort_pending()
 
     def drop_profile(self, key: ProfileKey) -> None:
         profile = self._profiles.pop(key, None)
@@ -324,10 +324,10 @@ class LaneIndex:
             self._lanes_of[key.class_key][lane] = None
         if lane.add(sequence):
             for profile in self._profiles_of[key.class_key]:
-                news = profile.news
-                news[lane] = None
-                if len(news) > profile.sort_news_at:
-                    profile.sort_news()
+                unsorted = profile.unsorted
+                unsorted[lane] = None
+                if len(unsorted) > profile.sort_pending_at:
+                    profile.sort_pending()
 
     def remove(self, key: LaneKey, sequence: int) -> None:
         lane = self._lanes[key]

@@ -82,7 +82,7 @@ class QueueState(Generic[E]):
         self.table_version = 0
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.blocks = BlockTable()
-        self.lessons = WorkflowStatsTable()
+        self.workflow_stats = WorkflowStatsTable()
         self.by_phase = dict.fromkeys(Phase, 0)
         self.payload_bytes = 0
         self.sequence = 0
@@ -104,7 +104,7 @@ class QueueState(Generic[E]):
         self._leases_of: dict[WorkerId, dict[JobId, None]] = {}
         self._polls: dict[PollId, JobId] = {}
         self._due = DueTimes(self._due_at)
-        self._by_standing = dict.fromkeys(Readiness, 0)
+        self._by_readiness = dict.fromkeys(Readiness, 0)
 
     # the table profile × class
 
@@ -287,9 +287,9 @@ class QueueState(Generic[E]):
 
     def counts(self) -> Counts:
         return Counts(
-            waiting=self._by_standing[Readiness.IN_LANE],
-            delayed=self._by_standing[Readiness.DELAYED],
-            paused=self._by_standing[Readiness.PAUSED],
+            waiting=self._by_readiness[Readiness.IN_LANE],
+            delayed=self._by_readiness[Readiness.DELAYED],
+            paused=self._by_readiness[Readiness.PAUSED],
             by_phase=dict(self.by_phase),
             payload_bytes=self.payload_bytes,
         )
@@ -350,7 +350,7 @@ class QueueState(Generic[E]):
             if dispatch.relaxed_class is not None:
                 self.index.pin(dispatch.relaxed_class)
         if is_queued:
-            self._by_standing[dispatch.standing] += 1
+            self._by_readiness[dispatch.standing] += 1
             if dispatch.standing is _IN_LANE:
                 self._by_sequence[dispatch.sequence] = dispatch.job_id
                 if self.shares.is_fair:
@@ -365,7 +365,7 @@ class QueueState(Generic[E]):
         self.by_phase[phase] -= 1
         is_queued = phase is _QUEUED
         if is_queued:
-            self._by_standing[dispatch.standing] -= 1
+            self._by_readiness[dispatch.standing] -= 1
             if dispatch.standing is _IN_LANE:
                 self.index.remove(dispatch.lane, dispatch.sequence)
                 del self._by_sequence[dispatch.sequence]
@@ -441,7 +441,7 @@ class QueueState(Generic[E]):
         # From its lane to a worker: it stays open, so its classes stay pinned.
         self.by_phase[_QUEUED] -= 1
         self.by_phase[_LEASED] += 1
-        self._by_standing[_IN_LANE] -= 1
+        self._by_readiness[_IN_LANE] -= 1
         self.index.remove(lane, before.sequence)
         del self._by_sequence[before.sequence]
         self._watch(after)

@@ -9,7 +9,7 @@ from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
-from comfyfleet.stores.inprocess.blocks import MAX_LESSONS, MAX_PAIRS_PER_WORKER
+from comfyfleet.stores.inprocess.blocks import MAX_PAIRS_PER_WORKER, MAX_WORKFLOW_STATS
 from comfyfleet.stores.postgres import codec
 from comfyfleet.stores.postgres.connections import SqlStep
 
@@ -34,23 +34,23 @@ DELETE FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s AND target IN (
 
 _LIFT = "DELETE FROM comfyfleet.blocks WHERE worker_id = %s AND target = %s RETURNING body"
 
-_PUT_LESSON = """
+_PUT_WORKFLOW_STATS = """
 INSERT INTO comfyfleet.lessons (workflow_hash, number, body) VALUES (%s, nextval('comfyfleet.lesson_order'), %s)
 ON CONFLICT (workflow_hash) DO UPDATE SET number = excluded.number, body = excluded.body RETURNING number
 """
 
-_BEGIN_LESSON = """
+_BEGIN_WORKFLOW_STATS = """
 INSERT INTO comfyfleet.lessons (workflow_hash, number, body) VALUES (%s, nextval('comfyfleet.lesson_order'), %s)
 ON CONFLICT (workflow_hash) DO NOTHING RETURNING number
 """
-_HOLD_LESSON = "SELECT body FROM comfyfleet.lessons WHERE workflow_hash = %s FOR UPDATE"
+_LOCK_WORKFLOW_STATS = "SELECT body FROM comfyfleet.lessons WHERE workflow_hash = %s FOR UPDATE"
 
-_BOUND_LESSONS = """
+_BOUND_WORKFLOW_STATS = """
 DELETE FROM comfyfleet.lessons WHERE number <= (
     SELECT number FROM comfyfleet.lessons ORDER BY number DESC OFFSET %s LIMIT 1
 )
 """
-_BOUND_LESSONS_EVERY = 1000
+_BOUND_WORKFLOW_STATS_EVERY = 1000
 _PUT_WORKER = """
 INSERT INTO comfyfleet.workers (worker_id, body) VALUES (%s, %s)
 ON CONFLICT (worker_id) DO UPDATE SET body = excluded.body
@@ -147,24 +147,24 @@ async def next_end(step: SqlStep) -> float | None:
     return None if row is None else row[0]
 
 
-async def get_lesson(step: SqlStep, workflow_hash: WorkflowHash) -> WorkflowStats | None:
+async def get_workflow_stats(step: SqlStep, workflow_hash: WorkflowHash) -> WorkflowStats | None:
     row = await step.row("SELECT body FROM comfyfleet.lessons WHERE workflow_hash = %s", (workflow_hash,))
-    return None if row is None else codec.decode_lesson(row[0])
+    return None if row is None else codec.decode_workflow_stats(row[0])
 
 
-async def put_lesson(step: SqlStep, lesson: WorkflowStats) -> None:
-    row = await step.row(_PUT_LESSON, (lesson.workflow_hash, codec.encode(lesson)))
+async def put_workflow_stats(step: SqlStep, stats: WorkflowStats) -> None:
+    row = await step.row(_PUT_WORKFLOW_STATS, (stats.workflow_hash, codec.encode(stats)))
     # The longest unused are forgotten now and then: counting them at every lesson would cost more than they do.
-    if row is not None and row[0] % _BOUND_LESSONS_EVERY == 0:
-        step.add(_BOUND_LESSONS, (MAX_LESSONS,))
+    if row is not None and row[0] % _BOUND_WORKFLOW_STATS_EVERY == 0:
+        step.add(_BOUND_WORKFLOW_STATS, (MAX_WORKFLOW_STATS,))
 
 
 async def learn(step: SqlStep, delta: WorkflowStatsDelta) -> WorkflowStats:
     # There must be a row to hold, or two that learn the first lesson would each write their own.
     empty = codec.encode(WorkflowStats(delta.workflow_hash))
     found = await step.ask(
-        (_BEGIN_LESSON, (delta.workflow_hash, empty)), (_HOLD_LESSON, (delta.workflow_hash,))
+        (_BEGIN_WORKFLOW_STATS, (delta.workflow_hash, empty)), (_LOCK_WORKFLOW_STATS, (delta.workflow_hash,))
     )
-    lesson = delta.apply(codec.decode_lesson(found[1][0][0]))
-    await put_lesson(step, lesson)
-    return lesson
+    stats = delta.apply(codec.decode_workflow_stats(found[1][0][0]))
+    await put_workflow_stats(step, stats)
+    return stats

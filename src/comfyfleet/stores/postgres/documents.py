@@ -29,32 +29,32 @@ _LIST = """
 SELECT name, body, version FROM comfyfleet.documents WHERE drawer = %s AND name > %s ORDER BY name LIMIT %s
 """
 
-_DRAWERS = "SELECT DISTINCT drawer FROM comfyfleet.documents ORDER BY drawer"
+_COLLECTIONS = "SELECT DISTINCT drawer FROM comfyfleet.documents ORDER BY drawer"
 
 
 class PostgresDocumentStore:
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
 
-    async def get(self, drawer: str, name: str) -> Document | None:
-        found = await self._read(_GET, (drawer, name)) if is_name(name) else []
+    async def get(self, collection: str, name: str) -> Document | None:
+        found = await self._read(_GET, (collection, name)) if is_name(name) else []
         return Document(*found[0]) if found else None
 
-    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
-        check_document(drawer, name, body)
+    async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(collection, name, body)
         query = _PUT if version is None else _PUT_NEW if version == 0 else _PUT_OVER
-        values = {"drawer": drawer, "name": name, "body": body, "version": version}
+        values = {"drawer": collection, "name": name, "body": body, "version": version}
         return await self._has_changed(query, values)
 
-    async def remove(self, drawer: str, name: str) -> bool:
-        return is_name(name) and await self._has_changed(_REMOVE, (drawer, name))
+    async def remove(self, collection: str, name: str) -> bool:
+        return is_name(name) and await self._has_changed(_REMOVE, (collection, name))
 
-    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+    async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]:
         check_start(after)
-        return [Document(*row) for row in await self._read(_LIST, (drawer, after, limit))]
+        return [Document(*row) for row in await self._read(_LIST, (collection, after, limit))]
 
-    async def drawers(self) -> list[str]:
-        return [row[0] for row in await self._read(_DRAWERS, ())]
+    async def collections(self) -> list[str]:
+        return [row[0] for row in await self._read(_COLLECTIONS, ())]
 
     async def _read(self, query: str, values: Values) -> list[Row]:
         return await self._pool.read(lambda step: step.rows(query, values))

@@ -50,7 +50,7 @@ FROM (VALUES (%s)) AS t (tenant)
 
 _WAITS = f"SELECT EXISTS (SELECT {_WAITING}) FROM (VALUES (%s)) AS t (tenant)"
 
-# `TenantShare.started`, `TenantShare.charged` and `TenantShare.is_at_cap`, of the row as it is then: who ends a lease of the
+# `TenantShare.started`, `charged` and `is_at_cap`, of the row as it is then: who ends a lease of the
 # tenant may have changed it since it was read.
 _LEASED = """
 INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time, leased) VALUES (%(tenant)s, %(by)s, 1)

@@ -35,18 +35,18 @@ class PostgresJobTransfer:
         """None: time is the server's."""
         self._tell = tell
 
-    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
-        async def adopt(step: SqlStep) -> list[Dispatch] | None:
+    async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
+        async def import_jobs(step: SqlStep) -> list[Dispatch] | None:
             classes = [key for each in jobs for key in rows.classes_of(each.dispatch)]
             if classes and not await rows.has_classes(step, classes):
                 return None
             now = (await step.rows(*rows.moment(self._now())))[0][0]
-            return [await _adopt(step, each, now) for each in jobs]
+            return [await _import_jobs(step, each, now) for each in jobs]
 
-        adopted = await self._pool.transact(adopt)
-        if adopted:
+        imported = await self._pool.transact(import_jobs)
+        if imported:
             self._tell()
-        return adopted
+        return imported
 
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
         async def discard(step: SqlStep) -> list[bool]:
@@ -58,15 +58,15 @@ class PostgresJobTransfer:
 
         return await self._pool.transact(discard)
 
-    async def lessons(self) -> list[WorkflowStats]:
+    async def workflow_stats(self) -> list[WorkflowStats]:
         async def read(step: SqlStep) -> list[WorkflowStats]:
             found = await step.rows("SELECT body FROM comfyfleet.lessons ORDER BY number")
-            return [codec.decode_lesson(row[0]) for row in found]
+            return [codec.decode_workflow_stats(row[0]) for row in found]
 
         return await self._pool.read(read)
 
 
-async def _adopt(step: SqlStep, whole: JobSnapshot, now: float) -> Dispatch:
+async def _import_jobs(step: SqlStep, whole: JobSnapshot, now: float) -> Dispatch:
     assert whole.dispatch.lease is None, "a leased job does not move"
     job = whole.job
     record, payload = codec.encode_record(job), codec.encode(job.payload)
@@ -75,7 +75,7 @@ async def _adopt(step: SqlStep, whole: JobSnapshot, now: float) -> Dispatch:
     while True:
         inserted = await step.row(_INSERT_JOB, values)
         if inserted is not None:
-            return await rows.adopt(step, whole, inserted[0], now)
+            return await rows.import_jobs(step, whole, inserted[0], now)
         row = await step.row(_KNOWN, names)
         if row is not None:
             return codec.decode_dispatch(row[0])

@@ -313,7 +313,7 @@ async def purge(step: SqlStep, phase: Phase, before: float, limit: int, test_now
     return len(gone)
 
 
-async def adopt(step: SqlStep, whole: JobSnapshot, sequence: int, now: float) -> Dispatch:
+async def import_jobs(step: SqlStep, whole: JobSnapshot, sequence: int, now: float) -> Dispatch:
     """The rows of a job that came from another store; that of its record is written already."""
     placed = msgspec.structs.replace(whole.dispatch, sequence=sequence)
     await _save(step, None, placed, len(whole.facts), whole.job.phase, now)
@@ -388,7 +388,7 @@ async def _save(
         "fact_count": fact_count,
         "job_phase": job_phase.value,
         "envelope": codec.encode(after),
-        "is_apart": after.is_apart,
+        "is_apart": after.has_tenant_database,
         "is_unsettled": after.is_unsettled,
         "is_leased": lease is not None,
         "is_new_lease": lease is not None and (was is None or was.lease is None),

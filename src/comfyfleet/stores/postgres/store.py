@@ -119,7 +119,7 @@ class PostgresStore:
         """Whether tenants have terms, as far as was heard here."""
         self._leases = CallBatcher(self._lease_group)
         self.records = PostgresRecords(self._pool)
-        self.cabinet = PostgresDocumentStore(self._pool)
+        self.documents = PostgresDocumentStore(self._pool)
         self.moving = PostgresJobTransfer(self._pool, lambda: self._test_now, self._hints.tell)
         self.shares = fair_share.PostgresFairShare(self._pool, lambda: self._test_now, self._hints)
 
@@ -132,11 +132,11 @@ class PostgresStore:
         return True
 
     @property
-    def foreign(self) -> None:
+    def direct_workers(self) -> None:
         return None
 
     @property
-    def relay(self) -> None:
+    def peer_channel(self) -> None:
         return None
 
     async def open(self) -> None:
@@ -484,11 +484,11 @@ class PostgresStore:
     async def next_block_end(self) -> float | None:
         return await self._read(blocks.next_end)
 
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
-        return await self._read(blocks.get_lesson, workflow_hash)
+    async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
+        return await self._read(blocks.get_workflow_stats, workflow_hash)
 
-    async def put_lesson(self, lesson: WorkflowStats) -> None:
-        await self._transact(blocks.put_lesson, lesson)
+    async def put_workflow_stats(self, stats: WorkflowStats) -> None:
+        await self._transact(blocks.put_workflow_stats, stats)
 
     async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         return await self._transact(blocks.learn, delta)

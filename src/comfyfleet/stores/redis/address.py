@@ -35,7 +35,7 @@ class RedisAddress(msgspec.Struct, frozen=True):
         return ssl.create_default_context(cafile=self.authority) if self.is_tls else None
 
 
-def cabinet_key(prefix: str) -> str:
+def document_key(prefix: str) -> str:
     """Beside the prefix, not below it: a worker's user may touch all that begins with the prefix."""
     return f"{prefix.removesuffix(':')}!cabinet"
 

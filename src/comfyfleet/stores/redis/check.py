@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.stores.redis.address import cabinet_key, parse_address
+from comfyfleet.stores.redis.address import document_key, parse_address
 from comfyfleet.stores.redis.client import Argument, RedisClient
 from comfyfleet.stores.redis.codec import FleetHead, as_list, decode_head
 from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
@@ -124,11 +124,14 @@ async def _look_at_the_fleet(
 
 async def _count_documents(client: RedisClient, prefix: str, problems: list[str]) -> int:
     total = 0
-    for name in as_list(await client.call("SMEMBERS", cabinet_key(prefix))):
-        drawer = f"{cabinet_key(prefix)}:{as_bytes(name).decode()}"
-        kept, named = await _size(client, "HLEN", drawer), await _size(client, "ZCARD", f"{drawer}:names")
+    for name in as_list(await client.call("SMEMBERS", document_key(prefix))):
+        collection = f"{document_key(prefix)}:{as_bytes(name).decode()}"
+        kept, named = (
+            await _size(client, "HLEN", collection),
+            await _size(client, "ZCARD", f"{collection}:names"),
+        )
         if kept != named:
-            problems.append(f"the drawer {drawer} holds {kept} documents, {named} are named")
+            problems.append(f"the drawer {collection} holds {kept} documents, {named} are named")
         total += kept
     return total
 

@@ -23,9 +23,9 @@ from comfyfleet.model.ids import (
 )
 
 _PHASES = (Phase.QUEUED, Phase.LEASED, Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
-_STANDINGS = (Readiness.IN_LANE, Readiness.DELAYED, Readiness.PAUSED)
+_READINESS = (Readiness.IN_LANE, Readiness.DELAYED, Readiness.PAUSED)
 _PHASE_CODES = {phase: code for code, phase in enumerate(_PHASES)}
-_STANDING_CODES = {standing: code for code, standing in enumerate(_STANDINGS)}
+_READINESS_CODES = {standing: code for code, standing in enumerate(_READINESS)}
 
 # As HEAD in jobs.lua, which names the fields. The library itself puts the first three before a new one.
 _PLACE = struct.Struct("<dII")
@@ -60,7 +60,7 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     is_awaited: bool = False
     reference: str | None = None
     payload_bytes: int = 0
-    is_apart: bool = False
+    has_tenant_database: bool = msgspec.field(default=False, name="is_apart")
     settled_at: float | None = None
     payload_sha256: str | None = None
     """In Base64: the library packs text alone."""
@@ -120,7 +120,7 @@ def decode_kept(data: bytes, start: int) -> StoredDispatch:
         number_of_round,
         revision,
         _PHASES[phase],
-        _STANDINGS[standing],
+        _READINESS[standing],
         rest.queued_at,
         None if wake_at < 0 else wake_at,
         rest.not_before,
@@ -145,7 +145,7 @@ def decode_kept(data: bytes, start: int) -> StoredDispatch:
         rest.is_awaited,
         rest.payload_bytes,
         None if rest.payload_sha256 is None else a2b_base64(rest.payload_sha256),
-        rest.is_apart,
+        rest.has_tenant_database,
         rest.settled_at,
         rest.server_deaths,
         rest.pause_requested_at,
@@ -193,7 +193,7 @@ def encode_dispatch(
     lease, wake_at, cancel_requested_at = dispatch.lease, dispatch.wake_at, dispatch.cancel_requested_at
     state = _STATE.pack(
         _PHASE_CODES[dispatch.phase],
-        _STANDING_CODES[dispatch.standing],
+        _READINESS_CODES[dispatch.standing],
         _PHASE_CODES[record_phase],
         lease is not None and lease.is_acknowledged,
         0,
@@ -240,7 +240,7 @@ def encode_dispatch(
         dispatch.is_awaited,
         reference,
         dispatch.payload_bytes,
-        dispatch.is_apart,
+        dispatch.has_tenant_database,
         dispatch.settled_at,
         text_of_digest(dispatch.payload_sha256),
         sha256_of(payload),

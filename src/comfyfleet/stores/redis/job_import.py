@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from comfyfleet.stores.redis.store import RedisStore
 
 _json = msgspec.json.encode
-_lessons = msgspec.json.Decoder(WorkflowStats)
+_workflow_stats = msgspec.json.Decoder(WorkflowStats)
 
 _PAGE = 1000
 
@@ -27,7 +27,7 @@ class RedisJobTransfer:
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
-    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
+    async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         if not jobs:
             return []
         assert all(each.dispatch.lease is None for each in jobs), "a leased job does not move"
@@ -41,14 +41,14 @@ class RedisJobTransfer:
         names = [part for each in jobs for part in (each.job_id, each.revision)]
         return [state == 1 for state in as_list(await self._store._do("discard", *names))]
 
-    async def lessons(self) -> list[WorkflowStats]:
-        store, lessons = self._store, []
+    async def workflow_stats(self) -> list[WorkflowStats]:
+        store, workflow_stats = self._store, []
         names = as_list(await store.diagnose("ZRANGE", f"{store.prefix}lessons:order", 0, -1))
         for first in range(0, len(names), _PAGE):
             page = [as_bytes(name) for name in names[first : first + _PAGE]]
             found = as_list(await store.diagnose("HMGET", f"{store.prefix}lessons", *page))
-            lessons += [_lessons.decode(as_bytes(text)) for text in found if text is not None]
-        return lessons
+            workflow_stats += [_workflow_stats.decode(as_bytes(text)) for text in found if text is not None]
+        return workflow_stats
 
 
 def _encode(whole: JobSnapshot) -> tuple[bytes, bytes, bytes, bytes, bytes]:

@@ -76,8 +76,10 @@ class RedisPeerChannel:
             kind = FactKind(run.event)
             self._hear_run(Fact(run.job_id, run.number, kind, run.timestamp, run.round, run.data or None))
         else:
-            news = ProgressKind(run.event)
-            self._hear_run(ProgressEvent(run.job_id, news, run.timestamp, run.worker_id, run.lease, run.data))
+            progress = ProgressKind(run.event)
+            self._hear_run(
+                ProgressEvent(run.job_id, progress, run.timestamp, run.worker_id, run.lease, run.data)
+            )
 
     async def watch(self) -> None:
         await self._call("SET", self._prefix + "watched", "1", "EX", _WATCHED_S)
@@ -149,7 +151,7 @@ class PubSubListener:
         wake_for_workers: Callable[[], None],
         hear: Hear | None,
         relearn: Callable[[], None] | None,
-        hear_news: Callable[[bytes], None],
+        on_peer_message: Callable[[bytes], None],
         hear_run: Callable[[bytes], None],
     ) -> None:
         self._address = address
@@ -158,7 +160,7 @@ class PubSubListener:
         self._wake_for_workers = wake_for_workers
         self._hear = hear
         self._relearn = relearn
-        self._hear_news = hear_news
+        self._on_peer_message = on_peer_message
         self._hear_run = hear_run
         self._task: asyncio.Task[None] | None = None
         self.is_listening = asyncio.Event()
@@ -222,7 +224,7 @@ class PubSubListener:
 
     def _hear_message(self, channel: bytes, text: bytes) -> None:
         if channel.endswith(PEER_CHANNEL.encode()):
-            self._hear_news(text)
+            self._on_peer_message(text)
         elif channel.endswith(COMMANDS.encode()):
             if text.startswith(_RUN):
                 self._hear_run(text)

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.stores.redis.address import cabinet_key
+from comfyfleet.stores.redis.address import document_key
 from comfyfleet.stores.redis.client import RedisServerError, Send
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
@@ -120,7 +120,7 @@ _INSIDE = (
 def engine_rules(prefix: str) -> tuple[str, ...]:
     """Rules for the user of a hub or an agent with an engine: all of this fleet, the library, no other settings."""
     server = ("-@admin", "-@dangerous", "+info", "+config|get", "+function|load")
-    return (f"~{prefix}*", f"~{cabinet_key(prefix)}*", f"&{prefix}*", "+@all", *server)
+    return (f"~{prefix}*", f"~{document_key(prefix)}*", f"&{prefix}*", "+@all", *server)
 
 
 def worker_rules(prefix: str) -> tuple[str, ...]:

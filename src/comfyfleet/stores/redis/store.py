@@ -29,7 +29,7 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
-from comfyfleet.stores.inprocess.blocks import MAX_LESSONS
+from comfyfleet.stores.inprocess.blocks import MAX_WORKFLOW_STATS
 from comfyfleet.stores.inprocess.lane_index import MAX_IDLE_CLASSES
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
@@ -47,7 +47,7 @@ from comfyfleet.stores.redis.workflow_stats import RedisWorkflowStats
 
 _workers = msgspec.json.Decoder(WorkerRecord)
 _classes = msgspec.json.Decoder(RequirementClass)
-_lessons = msgspec.json.Decoder(WorkflowStats)
+_workflow_stats = msgspec.json.Decoder(WorkflowStats)
 
 
 class RedisStore:
@@ -70,10 +70,10 @@ class RedisStore:
         self.can_lose = ""
         self.records = RedisRecords(self)
         self.moving = RedisJobTransfer(self)
-        self.cabinet = RedisDocumentStore(self)
+        self.documents = RedisDocumentStore(self)
         self.shares = RedisFairShare(self._do, self._client.call, self.prefix, self.now)
-        self.foreign = RedisDirectWorkerInbox(self._do, self._ask)
-        self.relay = RedisPeerChannel(self._client.call, self.prefix, self._client.client_id)
+        self.direct_workers = RedisDirectWorkerInbox(self._do, self._ask)
+        self.peer_channel = RedisPeerChannel(self._client.call, self.prefix, self._client.client_id)
 
     @property
     def epoch(self) -> int:
@@ -117,11 +117,11 @@ class RedisStore:
             self._address,
             self._client.client_id,
             wake,
-            self.foreign.wake_up,
+            self.direct_workers.wake_up,
             hear,
             relearn,
-            self.relay.heard,
-            self.relay.heard_run,
+            self.peer_channel.heard,
+            self.peer_channel.heard_run,
         )
         if self._epoch:
             self._listener.start()
@@ -397,12 +397,12 @@ class RedisStore:
     async def next_block_end(self) -> float | None:
         return await self._lowest("blocks:ends")
 
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
+    async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         text = await self._client.call("HGET", f"{self.prefix}lessons", workflow_hash)
-        return None if text is None else _lessons.decode(as_bytes(text))
+        return None if text is None else _workflow_stats.decode(as_bytes(text))
 
-    async def put_lesson(self, lesson: WorkflowStats) -> None:
-        await self._do("put_lesson", lesson.workflow_hash, msgspec.json.encode(lesson), MAX_LESSONS)
+    async def put_workflow_stats(self, stats: WorkflowStats) -> None:
+        await self._do("put_lesson", stats.workflow_hash, msgspec.json.encode(stats), MAX_WORKFLOW_STATS)
 
     async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         return await self._learning.learn(delta)
@@ -412,12 +412,12 @@ class RedisStore:
         while True:
             text = await self._client.call("HGET", f"{self.prefix}lessons", workflow_hash)
             known = b"" if text is None else as_bytes(text)
-            lesson = _lessons.decode(known) if known else WorkflowStats(workflow_hash)
+            stats = _workflow_stats.decode(known) if known else WorkflowStats(workflow_hash)
             for delta in deltas:
-                lesson = delta.apply(lesson)
-            said = (workflow_hash, msgspec.json.encode(lesson), MAX_LESSONS, known)
+                stats = delta.apply(stats)
+            said = (workflow_hash, msgspec.json.encode(stats), MAX_WORKFLOW_STATS, known)
             if await self._do("put_lesson", *said) is not None:
-                return lesson
+                return stats
 
     # the tenant's side
 

@@ -15,7 +15,7 @@ Swap = Callable[[list[WorkflowStatsDelta]], Awaitable[WorkflowStats]]
 class _Learner:
     def __init__(self, delta: WorkflowStatsDelta) -> None:
         self.delta = delta
-        self.lesson: WorkflowStats | None = None
+        self.stats: WorkflowStats | None = None
 
 
 class _Workflow:
@@ -38,7 +38,7 @@ class RedisWorkflowStats:
         workflow.users += 1
         try:
             async with workflow.lock:
-                return me.lesson or await self._lead(workflow, me)
+                return me.stats or await self._lead(workflow, me)
         finally:
             workflow.users -= 1
             if not workflow.users:
@@ -47,7 +47,7 @@ class RedisWorkflowStats:
     async def _lead(self, workflow: _Workflow, me: _Learner) -> WorkflowStats:
         together = [me, *(each for each in workflow.waiting if each is not me)]
         workflow.waiting = []
-        lesson = await self._write([each.delta for each in together])
+        stats = await self._write([each.delta for each in together])
         for each in together:
-            each.lesson = lesson
-        return lesson
+            each.stats = stats
+        return stats

@@ -68,7 +68,7 @@ _facts = msgspec.msgpack.Decoder(list[tuple[FactKind, float, int, dict[str, Any]
 encode = _encoder.encode
 decode_block = msgspec.msgpack.Decoder(Block).decode
 decode_class = msgspec.msgpack.Decoder(RequirementClass).decode
-decode_lesson = msgspec.msgpack.Decoder(WorkflowStats).decode
+decode_workflow_stats = msgspec.msgpack.Decoder(WorkflowStats).decode
 decode_state = msgspec.msgpack.Decoder(RowState).decode
 decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
 
@@ -94,7 +94,7 @@ def row_of(entry: SqliteEntry) -> tuple[Any, ...]:
 
 def apart(dispatch: Dispatch) -> str | None:
     """What the column of this name says of a job that has ended."""
-    if not dispatch.is_apart:
+    if not dispatch.has_tenant_database:
         return None
     return dispatch.job_id if dispatch.settled_at is None else ""
 
@@ -245,12 +245,12 @@ def lift(batch: Batch, pairs: Iterable[Pair]) -> None:
         batch.touch(Area.BLOCKS, "DELETE FROM blocks WHERE worker_id = ? AND target = ?", *pair)
 
 
-def put_lesson(
-    batch: Batch, workflow_hash: WorkflowHash, lesson: bytes, forgotten: WorkflowHash | None
+def put_workflow_stats(
+    batch: Batch, workflow_hash: WorkflowHash, stats: bytes, forgotten: WorkflowHash | None
 ) -> None:
-    batch.touch(Area.LESSONS, "INSERT OR REPLACE INTO lessons VALUES (?, ?)", workflow_hash, lesson)
+    batch.touch(Area.WORKFLOW_STATS, "INSERT OR REPLACE INTO lessons VALUES (?, ?)", workflow_hash, stats)
     if forgotten is not None:
-        batch.touch(Area.LESSONS, "DELETE FROM lessons WHERE workflow_hash = ?", forgotten)
+        batch.touch(Area.WORKFLOW_STATS, "DELETE FROM lessons WHERE workflow_hash = ?", forgotten)
 
 
 def note_ttl(batch: Batch, kept: QueueState[SqliteEntry]) -> None:

@@ -35,68 +35,68 @@ class SqliteDocumentStore:
         self._writer = writer
         self._reserved: dict[_Name, _Reserved] = {}
 
-    async def get(self, drawer: str, name: str) -> Document | None:
-        while self._is_reserved(drawer, name):
+    async def get(self, collection: str, name: str) -> Document | None:
+        while self._is_reserved(collection, name):
             await self._settle()
-        return self._disk.document(drawer, name)
+        return self._disk.document(collection, name)
 
-    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
-        check_document(drawer, name, body)
+    async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(collection, name, body)
         while True:
             self._writer.check()
-            known = self._known(drawer, name)
+            known = self._known(collection, name)
             current = 0 if known is None else known.version
             if version in (None, current):
                 break
-            if not self._is_reserved(drawer, name):
+            if not self._is_reserved(collection, name):
                 return False
             # The no would rest on something that is not written yet.
             await self._settle()
         document = Document(name, body, current + 1)
-        await self._write(drawer, name, document, _PUT, drawer, name, current + 1, body)
+        await self._write(collection, name, document, _PUT, collection, name, current + 1, body)
         return True
 
-    async def remove(self, drawer: str, name: str) -> bool:
+    async def remove(self, collection: str, name: str) -> bool:
         while True:
             self._writer.check()
-            if self._known(drawer, name) is not None:
+            if self._known(collection, name) is not None:
                 break
-            if not self._is_reserved(drawer, name):
+            if not self._is_reserved(collection, name):
                 return False
             await self._settle()
-        await self._write(drawer, name, None, _REMOVE, drawer, name)
+        await self._write(collection, name, None, _REMOVE, collection, name)
         return True
 
-    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+    async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]:
         check_start(after)
         await self._settle()
-        return self._disk.documents(drawer, after, limit)
+        return self._disk.documents(collection, after, limit)
 
-    async def drawers(self) -> list[str]:
+    async def collections(self) -> list[str]:
         await self._settle()
-        return self._disk.drawers()
+        return self._disk.collections()
 
     def forget(self) -> None:
         """A commit failed: nothing of what was reserved is written."""
         self._reserved.clear()
 
-    def _is_reserved(self, drawer: str, name: str) -> bool:
-        return (drawer, name) in self._reserved and self._writer.is_pending(Area.CABINET)
+    def _is_reserved(self, collection: str, name: str) -> bool:
+        return (collection, name) in self._reserved and self._writer.is_pending(Area.DOCUMENTS)
 
-    def _known(self, drawer: str, name: str) -> Document | None:
-        reserved = self._reserved.get((drawer, name))
-        return self._disk.document(drawer, name) if reserved is None else reserved.document
+    def _known(self, collection: str, name: str) -> Document | None:
+        reserved = self._reserved.get((collection, name))
+        return self._disk.document(collection, name) if reserved is None else reserved.document
 
     async def _write(
-        self, drawer: str, name: str, document: Document | None, sql: str, *values: str | int | bytes
+        self, collection: str, name: str, document: Document | None, sql: str, *values: str | int | bytes
     ) -> None:
-        reserved = self._reserved[drawer, name] = _Reserved(document)
+        reserved = self._reserved[collection, name] = _Reserved(document)
         batch = self._writer.batch()
-        batch.touch(Area.CABINET, sql, *values)
-        watcher = self._writer.settling(Area.CABINET)
+        batch.touch(Area.DOCUMENTS, sql, *values)
+        watcher = self._writer.settling(Area.DOCUMENTS)
         assert watcher is not None, "the batch that was touched is open"
         # Not when the caller goes on: one that was cancelled leaves its document to be written all the same.
-        watcher.add_done_callback(partial(self._let_go, (drawer, name), reserved))
+        watcher.add_done_callback(partial(self._let_go, (collection, name), reserved))
         await self._writer.written(batch)
 
     def _let_go(self, name: _Name, reserved: _Reserved, _: asyncio.Future[bool]) -> None:
@@ -105,5 +105,5 @@ class SqliteDocumentStore:
 
     async def _settle(self) -> None:
         """Until what was reserved when it was asked for is written, or is not."""
-        if (watcher := self._writer.settling(Area.CABINET)) is not None:
+        if (watcher := self._writer.settling(Area.DOCUMENTS)) is not None:
             await watcher

@@ -45,27 +45,27 @@ class EndedJobs:
             batch = store._writer.batch()
             for row in gone:
                 codec.purge(batch, row.job_id, row.sequence)
-                store._kept.by_phase[phase] -= 1
-            codec.keep_place(batch, store._kept.sequence)
+                store._state.by_phase[phase] -= 1
+            codec.keep_place(batch, store._state.sequence)
             await store._writer.written(batch)
         return len(gone)
 
     def bring_back(self, job_id: JobId) -> None:
         store = self._store
-        if job_id not in store._kept.entries and not store._writer.is_pending(job_id):
+        if job_id not in store._state.entries and not store._writer.is_pending(job_id):
             entry = store._disk.entry(job_id)
             if entry is not None:
-                store._kept.bring_back(entry)
+                store._state.bring_back(entry)
 
     def let_go(self, job_id: JobId) -> None:
         store = self._store
-        entry = store._kept.entries.get(job_id)
+        entry = store._state.entries.get(job_id)
         if entry is not None and entry.dispatch.phase.is_final and not store._writer.is_pending(job_id):
-            store._kept.let_go(entry)
+            store._state.let_go(entry)
 
     def restore(self, job_id: JobId) -> None:
         """A job as the file knows it, whether it has ended or not."""
-        kept = self._store._kept
+        kept = self._store._state
         if (entry := kept.entries.get(job_id)) is not None:
             kept.forget(entry)
         if (entry := self._store._disk.entry(job_id)) is not None:

@@ -25,14 +25,14 @@ class SqliteFairShare:
         self._store = store
 
     @property
-    def _book(self) -> FairShareState:
-        return self._store._kept.shares
+    def _ledger(self) -> FairShareState:
+        return self._store._state.shares
 
     async def put_terms(self, terms: TenantTerms) -> None:
         store = self._store
         blob = store._check(terms)
-        jobs = [entry.dispatch for entry in store._kept.entries.values()]
-        self._book.put_terms(terms, store._clock.now(), jobs)
+        jobs = [entry.dispatch for entry in store._state.entries.values()]
+        self._ledger.put_terms(terms, store._clock.now(), jobs)
         batch = store._writer.batch()
         batch.touch(Area.TENANTS, "UPDATE meta SET value = 1 WHERE name = 'is_fair'")
         batch.touch(Area.TENANTS, "INSERT OR REPLACE INTO terms VALUES (?, ?)", terms.tenant, blob)
@@ -42,7 +42,7 @@ class SqliteFairShare:
     async def remove_terms(self, tenant: TenantId) -> None:
         store = self._store
         store._check(tenant)
-        self._book.remove_terms(tenant, store._clock.now())
+        self._ledger.remove_terms(tenant, store._clock.now())
         batch = store._writer.batch()
         batch.touch(Area.TENANTS, "DELETE FROM terms WHERE tenant = ?", tenant)
         self.note(batch)
@@ -50,33 +50,35 @@ class SqliteFairShare:
 
     async def terms(self) -> list[TenantTerms]:
         await self._store._wait(Area.TENANTS)
-        return sorted(self._book.terms.values(), key=lambda each: each.tenant)
+        return sorted(self._ledger.terms.values(), key=lambda each: each.tenant)
 
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         store = self._store
         store._check(tenant)
-        self._book.advance(tenant, seconds)
+        self._ledger.advance(tenant, seconds)
         batch = store._writer.batch()
         self.note(batch)
         await store._writer.written(batch)
 
     async def of(self, tenant: TenantId) -> TenantShare:
         await self._store._wait(Area.TENANTS)
-        return self._book.of(tenant)
+        return self._ledger.of(tenant)
 
     async def next_hold_end(self) -> float | None:
-        return self._book.next_hold_end(self._store._clock.now())
+        return self._ledger.next_hold_end(self._store._clock.now())
 
     def note(self, batch: Batch, job_id: JobId | None = None) -> None:
         """What a call has changed of shares, and of what this job's lease is charged with."""
-        book = self._book
-        changed, book.changed = book.changed, {}
+        ledger = self._ledger
+        changed, ledger.changed = ledger.changed, {}
         for tenant in changed:
-            _note_share(batch, book.of(tenant))
-        if not book.is_fair:
+            _note_share(batch, ledger.of(tenant))
+        if not ledger.is_fair:
             return
-        if job_id in book.charges:
-            batch.touch(job_id, "INSERT OR REPLACE INTO charges VALUES (?, ?)", job_id, book.charges[job_id])
+        if job_id in ledger.charges:
+            batch.touch(
+                job_id, "INSERT OR REPLACE INTO charges VALUES (?, ?)", job_id, ledger.charges[job_id]
+            )
         elif job_id is not None:
             batch.touch(job_id, "DELETE FROM charges WHERE job_id = ?", job_id)
 
@@ -92,10 +94,10 @@ def _note_share(batch: Batch, share: TenantShare) -> None:
     )
 
 
-def load(book: FairShareState, disk: DatabaseReader, is_fair: bool) -> None:
+def load(ledger: FairShareState, disk: DatabaseReader, is_fair: bool) -> None:
     """Before the jobs, which are counted as they come."""
-    book.is_fair = is_fair
+    ledger.is_fair = is_fair
     for tenant, virtual_time, credit, is_behind in disk.shares():
-        book.take_in(TenantShare(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
-    book.terms = {terms.tenant: terms for terms in map(_decode_terms, disk.terms())}
-    book.charges = disk.charges()
+        ledger.take_in(TenantShare(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
+    ledger.terms = {terms.tenant: terms for terms in map(_decode_terms, disk.terms())}
+    ledger.charges = disk.charges()

@@ -26,14 +26,14 @@ class SqliteJobTransfer:
     def __init__(self, store: SqliteStore) -> None:
         self._store = store
 
-    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
+    async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         store = self._store
         # As submitted, without the result: that has a table of its own.
         records = [store._check(msgspec.structs.replace(each.job, result=None)) for each in jobs]
         for each in jobs:
             store._check((each.dispatch, each.facts, each.attempts, each.job.result))
         known = await self._settled([self._known(each) for each in jobs], jobs)
-        if not all(store._kept.has_classes(each.dispatch) for each in jobs):
+        if not all(store._state.has_classes(each.dispatch) for each in jobs):
             return None
         # What is known is read in the same step: a moment later it may be purged.
         answers = [None if name is None else self._load(name) for name in known]
@@ -41,7 +41,7 @@ class SqliteJobTransfer:
         for at, (each, record) in enumerate(zip(jobs, records, strict=True)):
             if answers[at] is None:
                 entry = SqliteEntry(dispatch=each.dispatch, reference=each.job.reference)
-                place(store._kept, entry, each, store._clock.now())
+                place(store._state, entry, each, store._clock.now())
                 if each.job.result is not None:
                     codec.change_record(batch, entry, {"result": each.job.result})
                 codec.insert(batch, entry, record, each.facts)
@@ -67,7 +67,7 @@ class SqliteJobTransfer:
         return None if job.reference is None else store._find(job.tenant, job.reference)
 
     def _load(self, job_id: JobId) -> Dispatch:
-        found = self._store._kept.entries.get(job_id) or self._store._disk.state(job_id)
+        found = self._store._state.entries.get(job_id) or self._store._disk.state(job_id)
         assert found is not None, "what is known and settled is in memory or on the disk"
         return found.dispatch
 
@@ -79,22 +79,22 @@ class SqliteJobTransfer:
         answers = []
         batch = store._writer.batch()
         for read in jobs:
-            entry = store._kept.entries.get(read.job_id)
+            entry = store._state.entries.get(read.job_id)
             known = store._disk.state(read.job_id) if entry is None else entry
             found = None if known is None else known.dispatch
             answers.append(is_as_read(found, read) and not store._writer.is_pending(read.job_id))
             if found is None or not answers[-1]:
                 continue
             if entry is not None:
-                store._kept.forget(entry)
+                store._state.forget(entry)
             else:
-                store._kept.by_phase[found.phase] -= 1
+                store._state.by_phase[found.phase] -= 1
             codec.purge(batch, found.job_id, found.sequence, is_open=entry is not None)
         if any(answers):
-            codec.keep_place(batch, store._kept.sequence)
+            codec.keep_place(batch, store._state.sequence)
             await store._writer.written(batch)
         return answers
 
-    async def lessons(self) -> list[WorkflowStats]:
-        await self._store._wait(Area.LESSONS)
-        return self._store._kept.lessons.listing()
+    async def workflow_stats(self) -> list[WorkflowStats]:
+        await self._store._wait(Area.WORKFLOW_STATS)
+        return self._store._state.workflow_stats.listing()

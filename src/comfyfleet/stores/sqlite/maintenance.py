@@ -102,10 +102,10 @@ def count_documents(path: str | Path) -> dict[str, int]:
             raise Fault(f"{path} cannot be read: {error}") from error
 
 
-def read_documents(path: str | Path, drawer: str) -> list[bytes]:
+def read_documents(path: str | Path, collection: str) -> list[bytes]:
     with closing(connect_to_read(Path(path))) as database:
         try:
-            rows = database.execute("SELECT body FROM documents WHERE drawer = ?", (drawer,)).fetchall()
+            rows = database.execute("SELECT body FROM documents WHERE drawer = ?", (collection,)).fetchall()
         except sqlite3.DatabaseError as error:
             raise Fault(f"{path} cannot be read: {error}") from error
     return [body for (body,) in rows]

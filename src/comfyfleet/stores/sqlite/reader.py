@@ -150,9 +150,9 @@ class DatabaseReader:
         )
         return [codec.decode_state(blob).dispatch for (blob,) in rows]
 
-    def ended(self, phase: Phase, limit: int, is_apart: bool) -> list[EndedRow]:
+    def ended(self, phase: Phase, limit: int, has_tenant_database: bool) -> list[EndedRow]:
         """Those that ended, or were settled, first."""
-        which = "apart = ''" if is_apart else "apart IS NULL"
+        which = "apart = ''" if has_tenant_database else "apart IS NULL"
         rows = self._all(
             "SELECT ending, job_id, sequence, ended_at FROM ended_jobs CROSS JOIN jobs USING (sequence) "
             f"WHERE phase = ? AND {which} ORDER BY ending LIMIT ?",
@@ -163,22 +163,22 @@ class DatabaseReader:
 
     # documents
 
-    def document(self, drawer: str, name: str) -> Document | None:
+    def document(self, collection: str, name: str) -> Document | None:
         rows = self._all(
-            "SELECT name, body, version FROM documents WHERE drawer = ? AND name = ?", drawer, name
+            "SELECT name, body, version FROM documents WHERE drawer = ? AND name = ?", collection, name
         )
         return Document(*rows[0]) if rows else None
 
-    def documents(self, drawer: str, after: str, limit: int) -> list[Document]:
+    def documents(self, collection: str, after: str, limit: int) -> list[Document]:
         rows = self._all(
             "SELECT name, body, version FROM documents WHERE drawer = ? AND name > ? ORDER BY name LIMIT ?",
-            drawer,
+            collection,
             after,
             limit,
         )
         return [Document(*row) for row in rows]
 
-    def drawers(self) -> list[str]:
+    def collections(self) -> list[str]:
         return [name for (name,) in self._all("SELECT DISTINCT drawer FROM documents ORDER BY drawer")]
 
     # tenants
@@ -242,11 +242,11 @@ class DatabaseReader:
             codec.decode_worker(blob) for (blob,) in self._all("SELECT record FROM workers ORDER BY rowid")
         ]
         kept.workers = {record.worker_id: record for record in records}
-        kept.blocks, kept.lessons = BlockTable(), WorkflowStatsTable()
+        kept.blocks, kept.workflow_stats = BlockTable(), WorkflowStatsTable()
         for (blob,) in self._all("SELECT block FROM blocks ORDER BY rowid"):
             kept.blocks.put(codec.decode_block(blob))
         for (blob,) in self._all("SELECT lesson FROM lessons ORDER BY rowid"):
-            kept.lessons.put(codec.decode_lesson(blob))
+            kept.workflow_stats.put(codec.decode_workflow_stats(blob))
 
     def _open_entries(self) -> Iterator[SqliteEntry]:
         # In pages: all rows at once would leave the process as large as the rows were.

@@ -56,7 +56,7 @@ class SqliteStore(SqliteFleet):
         self.path = Path(path)
         self.epoch = 1
         self._clock = clock
-        self._kept: QueueState[SqliteEntry] = QueueState(clock, self.epoch)
+        self._state: QueueState[SqliteEntry] = QueueState(clock, self.epoch)
         self._ownership: Ownership | None = None
         self._disk = DatabaseReader()
         self._recent = RecentRecords()
@@ -65,15 +65,15 @@ class SqliteStore(SqliteFleet):
         self.shares = SqliteFairShare(self)
         self._ended = EndedJobs(self)
         self._writer = Writer(committed=self._ended.committed, restore=self._restore)
-        self.cabinet = SqliteDocumentStore(self._disk, self._writer)
+        self.documents = SqliteDocumentStore(self._disk, self._writer)
         self._wake: Callable[[], None] = lambda: None
 
     @property
     def is_shared(self) -> bool:
         return False
 
-    foreign = None
-    relay = None
+    direct_workers = None
+    peer_channel = None
 
     async def open(self) -> None:
         ownership = Ownership(self.path)
@@ -99,8 +99,8 @@ class SqliteStore(SqliteFleet):
         self._disk.close()
 
     def _load(self) -> None:
-        self._kept = self._disk.load(self._clock, self.epoch)
-        self._kept.shares.came_free = self._wake
+        self._state = self._disk.load(self._clock, self.epoch)
+        self._state.shares.came_free = self._wake
 
     def listen(
         self,
@@ -109,7 +109,7 @@ class SqliteStore(SqliteFleet):
         relearn: Callable[[], None] | None = None,  # noqa: ARG002
     ) -> None:
         """Nobody else writes here, but a lease may not be written, and a tenant may fall below its cap again."""
-        self._wake = self._kept.shares.came_free = wake
+        self._wake = self._state.shares.came_free = wake
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         """Nobody else serves a worker."""
@@ -131,28 +131,28 @@ class SqliteStore(SqliteFleet):
     # the table profile × class
 
     async def table(self) -> EligibilityMatrix:
-        return self._kept.table()
+        return self._state.table()
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
         self._check(cls)
-        is_new = not self._kept.index.has_class(cls.key)
-        dropped = self._kept.put_class(cls, fits, version=version)
+        is_new = not self._state.index.has_class(cls.key)
+        dropped = self._state.put_class(cls, fits, version=version)
         if dropped is None:
             return False
-        known = self._kept.index.profiles()
+        known = self._state.index.profiles()
         batch = self._writer.batch()
         fitting = [each for each in fits if is_new and each in known]
-        codec.put_class(batch, cls, fitting, dropped, self._kept.table_version)
+        codec.put_class(batch, cls, fitting, dropped, self._state.table_version)
         await self._writer.written(batch)
         return True
 
     async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
         self._check(profile)
-        is_new = profile not in self._kept.index.profiles()
-        if not self._kept.put_profile(profile, fits, version=version):
+        is_new = profile not in self._state.index.profiles()
+        if not self._state.put_profile(profile, fits, version=version):
             return False
         batch = self._writer.batch()
-        codec.put_profile(batch, profile, fits if is_new else (), self._kept.table_version)
+        codec.put_profile(batch, profile, fits if is_new else (), self._state.table_version)
         await self._writer.written(batch)
         return True
 
@@ -161,7 +161,7 @@ class SqliteStore(SqliteFleet):
         if unused:
             batch = self._writer.batch()
             for profile in unused:
-                self._kept.index.drop_profile(profile)
+                self._state.index.drop_profile(profile)
                 codec.drop_profile(batch, profile)
             await self._writer.written(batch)
 
@@ -173,7 +173,7 @@ class SqliteStore(SqliteFleet):
         while True:
             known = dispatch.job_id if self._has(dispatch.job_id) else None
             if known is None:
-                if not self._kept.has_classes(dispatch):
+                if not self._state.has_classes(dispatch):
                     # The class may be one whose commit has just failed.
                     return None
                 known = None if job.reference is None else self._find(job.tenant, job.reference)
@@ -182,7 +182,7 @@ class SqliteStore(SqliteFleet):
             if await self._is_settled(known) and (found := await self.load(known)) is not None:
                 return WriteResult(found, ())
         entry = SqliteEntry(dispatch=dispatch, reference=job.reference)
-        written = self._kept.enqueue(entry, facts)
+        written = self._state.enqueue(entry, facts)
         assert written is not None, "its classes were looked up in this very step"
         batch = self._writer.batch()
         codec.insert(batch, entry, record, written.facts)
@@ -193,7 +193,7 @@ class SqliteStore(SqliteFleet):
 
     async def load(self, job_id: JobId) -> Dispatch | None:
         await self._wait(job_id)
-        entry = self._kept.entries.get(job_id)
+        entry = self._state.entries.get(job_id)
         if entry is not None:
             return entry.dispatch
         state = self._disk.state(job_id)
@@ -203,11 +203,11 @@ class SqliteStore(SqliteFleet):
         return [await self.load(job_id) for job_id in job_ids]
 
     async def peek(self, query: Peek) -> list[Candidate]:
-        return self._kept.peek(query)
+        return self._state.peek(query)
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         self._check(offer)
-        while (written := self._kept.lease(job_id, offer)) is None:
+        while (written := self._state.lease(job_id, offer)) is None:
             if await self._is_settled(job_id):
                 return None
         batch = self._writer.batch()
@@ -217,7 +217,7 @@ class SqliteStore(SqliteFleet):
 
     async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         self._check(offer)
-        written = self._kept.lease_next(offer)
+        written = self._state.lease_next(offer)
         if written is not None:
             batch = self._writer.batch()
             self._granted(batch, written)
@@ -225,7 +225,7 @@ class SqliteStore(SqliteFleet):
         return written
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
-        while (found := self._kept.leased_by_poll(poll_id)) is not None:
+        while (found := self._state.leased_by_poll(poll_id)) is not None:
             if (waiter := self._writer.settling(found.job_id)) is None:
                 break
             await waiter
@@ -248,7 +248,7 @@ class SqliteStore(SqliteFleet):
             return None, None
         batch = self._writer.batch()
         self._changed(batch, write, finished)
-        if (taken := self._kept.lease_next(offer)) is not None:
+        if (taken := self._state.lease_next(offer)) is not None:
             self._granted(batch, taken)
         await self._writer.written(batch)
         return finished, taken
@@ -261,30 +261,30 @@ class SqliteStore(SqliteFleet):
             for waiter in waiting:
                 await waiter
         self._writer.check()
-        answers = [self._kept.heartbeat(ref, ttl_s) for ref in refs]
+        answers = [self._state.heartbeat(ref, ttl_s) for ref in refs]
         if any(answer.is_alive for answer in answers):
             batch = self._writer.batch()
             for answer in answers:
                 if answer.is_alive:
-                    codec.update(batch, self._kept.entries[answer.ref.job_id])
-            codec.note_ttl(batch, self._kept)
+                    codec.update(batch, self._state.entries[answer.ref.job_id])
+            codec.note_ttl(batch, self._state)
             await self._writer.written(batch)
         return answers
 
     async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
-        return await self._settled(lambda: self._kept.leases_of(worker_ids))
+        return await self._settled(lambda: self._state.leases_of(worker_ids))
 
     async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
-        return await self._settled(lambda: self._kept.due(limit, after))
+        return await self._settled(lambda: self._state.due(limit, after))
 
     async def next_due(self) -> float | None:
-        return self._kept.next_due()
+        return self._state.next_due()
 
     async def counts(self) -> Counts:
-        return self._kept.counts()
+        return self._state.counts()
 
     async def position(self, job_id: JobId) -> int | None:
-        return self._kept.position(job_id)
+        return self._state.position(job_id)
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         return await self._ended.failed(limit, after)
@@ -297,14 +297,14 @@ class SqliteStore(SqliteFleet):
 
     async def pause_queue(self, is_paused: bool) -> None:
         self._writer.check()
-        self._kept.is_paused = is_paused
+        self._state.is_paused = is_paused
         batch = self._writer.batch()
         codec.pause(batch, is_paused)
         await self._writer.written(batch)
 
     async def is_queue_paused(self) -> bool:
         await self._wait(Area.PAUSE)
-        return self._kept.is_paused
+        return self._state.is_paused
 
     # what is kept with a job
 
@@ -315,7 +315,7 @@ class SqliteStore(SqliteFleet):
 
     async def attempts(self, job_id: JobId) -> list[Attempt]:
         await self._wait(job_id)
-        entry = self._kept.entries.get(job_id)
+        entry = self._state.entries.get(job_id)
         known = self._disk.state(job_id) if entry is None else entry
         return [] if known is None else list(known.attempts)
 
@@ -323,9 +323,9 @@ class SqliteStore(SqliteFleet):
         await self._wait(ref.job_id)
         self._writer.check()
         self._ended.bring_back(ref.job_id)
-        if self._kept.mark_late(ref):
+        if self._state.mark_late(ref):
             batch = self._writer.batch()
-            codec.update(batch, self._kept.entries[ref.job_id])
+            codec.update(batch, self._state.entries[ref.job_id])
             await self._writer.written(batch)
         else:
             self._ended.let_go(ref.job_id)
@@ -334,30 +334,30 @@ class SqliteStore(SqliteFleet):
 
     async def get_block(self, pair: Pair) -> Block | None:
         await self._wait(Area.BLOCKS)
-        return self._kept.blocks.get(pair)
+        return self._state.blocks.get(pair)
 
     async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
         await self._wait(Area.BLOCKS)
-        return self._kept.blocks.listing(worker_id)
+        return self._state.blocks.listing(worker_id)
 
     async def put_block(self, block: Block) -> None:
         self._check(block)
-        forgotten = self._kept.blocks.put(block)
+        forgotten = self._state.blocks.put(block)
         batch = self._writer.batch()
         codec.put_blocks(batch, (block,), () if forgotten is None else (forgotten,))
         await self._writer.written(batch)
 
     async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
         self._check(list(pairs))
-        lifted = [block for pair in pairs if (block := self._kept.blocks.lift(pair)) is not None]
+        lifted = [block for pair in pairs if (block := self._state.blocks.lift(pair)) is not None]
         return await self._lifted(lifted)
 
     async def expired_blocks(self) -> list[Block]:
         self._writer.check()
-        return await self._lifted(self._kept.blocks.take_expired(self._clock.now()))
+        return await self._lifted(self._state.blocks.take_expired(self._clock.now()))
 
     async def next_block_end(self) -> float | None:
-        return self._kept.blocks.next_end()
+        return self._state.blocks.next_end()
 
     # reserving
 
@@ -370,7 +370,7 @@ class SqliteStore(SqliteFleet):
         self._check(write)
         while True:
             self._ended.bring_back(write.job_id)
-            written = self._kept.write(write)
+            written = self._state.write(write)
             if written is not None:
                 return written
             if await self._is_settled(write.job_id):
@@ -378,23 +378,23 @@ class SqliteStore(SqliteFleet):
                 return None
 
     def _changed(self, batch: Batch, write: Write, written: WriteResult) -> None:
-        entry = self._kept.entries[write.job_id]
+        entry = self._state.entries[write.job_id]
         codec.change_record(batch, entry, write.job)
         codec.update(batch, entry, written.facts)
         if entry.ending is None:
             batch.reopened.append((entry.dispatch.sequence,))
         if write.blocks:
-            codec.put_blocks(batch, write.blocks, self._kept.forgotten)
+            codec.put_blocks(batch, write.blocks, self._state.forgotten)
         if write.lifted:
             codec.lift(batch, write.lifted)
         self.shares.note(batch, write.job_id)
 
     def _granted(self, batch: Batch, written: WriteResult) -> None:
-        entry = self._kept.entries[written.dispatch.job_id]
+        entry = self._state.entries[written.dispatch.job_id]
         codec.change_record(batch, entry, _LEASED)
         codec.update(batch, entry, written.facts)
         self.shares.note(batch, written.dispatch.job_id)
-        codec.note_ttl(batch, self._kept)
+        codec.note_ttl(batch, self._state)
 
     async def _lifted(self, blocks: list[Block]) -> list[Block]:
         if blocks:
@@ -426,28 +426,28 @@ class SqliteStore(SqliteFleet):
         return ask()
 
     def _has(self, job_id: JobId) -> bool:
-        kept = self._kept
+        kept = self._state
         return job_id in kept.entries or (job_id <= kept.highest_id and self._disk.has(job_id))
 
     def _at_hand(self, job_id: JobId) -> Job | None:
-        entry, record = self._kept.entries.get(job_id), self._recent.get(job_id)
+        entry, record = self._state.entries.get(job_id), self._recent.get(job_id)
         # In a later round it may have a result, or have had one.
         if entry is None or record is None or entry.ending is not None or entry.dispatch.round > 1:
             return None
         return codec.decode_open_job(record, entry.changes)
 
     def _find(self, tenant: TenantId, reference: str) -> JobId | None:
-        return self._kept.references.get((tenant, reference)) or self._disk.by_reference(tenant, reference)
+        return self._state.references.get((tenant, reference)) or self._disk.by_reference(tenant, reference)
 
     def _restore(self, keys: Iterable[Key]) -> None:
         """Memory says again what the file says. What only grows in the index is built anew from the start."""
         touched = list(keys)
-        self.cabinet.forget()
+        self.documents.forget()
         if Area.TABLE in touched or Area.TENANTS in touched:
             self._load()
         else:
             for key in touched:
                 if not isinstance(key, Area):
                     self._ended.restore(key)
-            self._disk.load_small(self._kept)
+            self._disk.load_small(self._state)
         self._wake()

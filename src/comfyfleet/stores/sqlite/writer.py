@@ -31,11 +31,11 @@ class Area(StrEnum):
     TABLE = "table"
     WORKERS = "workers"
     BLOCKS = "blocks"
-    LESSONS = "lessons"
+    WORKFLOW_STATS = "workflow_stats"
     TENANTS = "tenants"
     PAUSE = "pause"
     PLACES = "places"
-    CABINET = "cabinet"
+    DOCUMENTS = "documents"
 
 
 Key = JobId | Area

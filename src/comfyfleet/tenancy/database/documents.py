@@ -10,9 +10,9 @@ from comfyfleet.stores.documents import check_document, check_start, is_name
 from comfyfleet.tenancy.database.executor import Row, SqlExecutor, Work, row, rows
 from comfyfleet.tenancy.database.tenant_export import check_open
 
-_ITS = "tenant = :tenant AND drawer = :drawer AND name = :name"
+_ITS = "tenant = :tenant AND drawer = :collection AND name = :name"
 _INSERT = (
-    "INSERT INTO @documents (tenant, drawer, name, body, version) VALUES (:tenant, :drawer, :name, :body, 1) "
+    "INSERT INTO @documents (tenant, drawer, name, body, version) VALUES (:tenant, :collection, :name, :body, 1) "
     "ON CONFLICT (tenant, drawer, name) DO "
 )
 
@@ -22,51 +22,51 @@ class TenantDocumentStore:
         self._carrier = carrier
         self._tenant = tenant
 
-    async def get(self, drawer: str, name: str) -> Document | None:
+    async def get(self, collection: str, name: str) -> Document | None:
         if not is_name(name):
             return None
         found = await self._carrier.read(
             lambda: row(
                 f"SELECT name, body, version FROM @documents WHERE {_ITS}",
                 tenant=self._tenant,
-                drawer=drawer,
+                collection=collection,
                 name=name,
             )
         )
         return None if found is None else Document(*found)
 
-    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
-        check_document(drawer, name, body)
-        return await self._carrier.transact(lambda: _put(self._tenant, drawer, name, body, version))
+    async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(collection, name, body)
+        return await self._carrier.transact(lambda: _put(self._tenant, collection, name, body, version))
 
-    async def remove(self, drawer: str, name: str) -> bool:
-        return is_name(name) and await self._carrier.transact(lambda: _remove(self._tenant, drawer, name))
+    async def remove(self, collection: str, name: str) -> bool:
+        return is_name(name) and await self._carrier.transact(lambda: _remove(self._tenant, collection, name))
 
-    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+    async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]:
         check_start(after)
         found: list[Row] = await self._carrier.read(
             lambda: rows(
                 "SELECT name, body, version FROM @documents "
-                "WHERE tenant = :tenant AND drawer = :drawer AND name > :after ORDER BY name LIMIT :limit",
+                "WHERE tenant = :tenant AND drawer = :collection AND name > :after ORDER BY name LIMIT :limit",
                 tenant=self._tenant,
-                drawer=drawer,
+                collection=collection,
                 after=after,
                 limit=limit,
             )
         )
         return [Document(*each) for each in found]
 
-    async def drawers(self) -> list[str]:
+    async def collections(self) -> list[str]:
         found: list[Row] = await self._carrier.read(
             lambda: rows(
                 "SELECT DISTINCT drawer FROM @documents WHERE tenant = :tenant ORDER BY drawer",
                 tenant=self._tenant,
             )
         )
-        return [drawer for (drawer,) in found]
+        return [collection for (collection,) in found]
 
 
-def _put(tenant: TenantId, drawer: str, name: str, body: bytes, version: int | None) -> Work[bool]:
+def _put(tenant: TenantId, collection: str, name: str, body: bytes, version: int | None) -> Work[bool]:
     if version == 0:
         sql = f"{_INSERT} NOTHING RETURNING version"
     elif version is None:
@@ -76,16 +76,19 @@ def _put(tenant: TenantId, drawer: str, name: str, body: bytes, version: int | N
             "UPDATE @documents SET version = version + 1, body = :body "
             f"WHERE {_ITS} AND version = :version RETURNING version"
         )
-    values: dict[str, object] = {"tenant": tenant, "drawer": drawer, "name": name, "body": body}
+    values: dict[str, object] = {"tenant": tenant, "drawer": collection, "name": name, "body": body}
     if version:
         values["version"] = version
     yield from check_open(tenant)
     return (yield from row(sql, **values)) is not None
 
 
-def _remove(tenant: TenantId, drawer: str, name: str) -> Work[bool]:
+def _remove(tenant: TenantId, collection: str, name: str) -> Work[bool]:
     yield from check_open(tenant)
     found = yield from row(
-        f"DELETE FROM @documents WHERE {_ITS} RETURNING version", tenant=tenant, drawer=drawer, name=name
+        f"DELETE FROM @documents WHERE {_ITS} RETURNING version",
+        tenant=tenant,
+        collection=collection,
+        name=name,
     )
     return found is not None

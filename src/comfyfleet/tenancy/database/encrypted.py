@@ -30,7 +30,7 @@ from comfyfleet.tenancy.database.port import (
 )
 
 
-def sealed_database(inner: TenantDatabase, keyring: Keyring) -> TenantDatabase:
+def encrypted_database(inner: TenantDatabase, keyring: Keyring) -> TenantDatabase:
     return cast("TenantDatabase", EncryptedTenantDatabase(inner, keyring))
 
 
@@ -47,9 +47,9 @@ class EncryptedTenantDatabase(EncryptedRecords):
     async def open_round(self, opening: RoundStart) -> RoundStarted:
         job = opening.job
         self._tenants.note(job.job_id, job.tenant)
-        dispatch = without_digest(opening.dispatch) if self._keyring.seals else opening.dispatch
-        sealed = msgspec.structs.replace(opening, job=await self._sealer.job(job), dispatch=dispatch)
-        opened = await self._database.open_round(sealed)
+        dispatch = without_digest(opening.dispatch) if self._keyring.encrypts else opening.dispatch
+        encrypted = msgspec.structs.replace(opening, job=await self._cipher.job(job), dispatch=dispatch)
+        opened = await self._database.open_round(encrypted)
         kept = job if opened.outcome is PostingResult.DONE else await self._opened(opened.job)
         return msgspec.structs.replace(opened, job=kept)
 
@@ -60,25 +60,25 @@ class EncryptedTenantDatabase(EncryptedRecords):
         tenant = await self._tenant_of(hold_id)
         if tenant is None:
             return False
-        changes = await self._sealer.changes(tenant, hold_id.job_id, {"payload": payload})
+        changes = await self._cipher.changes(tenant, hold_id.job_id, {"payload": payload})
         return await self._database.put_payload(hold_id, changes["payload"])
 
     async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
         tenant = await self._tenant_of(hold_id)
         if tenant is None:
             return False
-        changes = await self._sealer.changes(tenant, hold_id.job_id, {"result": result})
+        changes = await self._cipher.changes(tenant, hold_id.job_id, {"result": result})
         return await self._database.stage(hold_id, attempt_id, changes["result"], at)
 
     async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
         tenant = await self._tenant_of(hold_id)
         if tenant is None:
             return False
-        sealer, job_id = self._sealer, hold_id.job_id
-        changes = await sealer.changes(tenant, job_id, {"failure": text.failure})
-        (draft,) = await sealer.drafts(tenant, job_id, (FactDraft(FactKind.FAILED, text.data),))
-        sealed = FailureText(changes["failure"], draft.data or {})
-        return await self._database.keep_failure(hold_id, attempt_id, sealed, at)
+        cipher, job_id = self._cipher, hold_id.job_id
+        changes = await cipher.changes(tenant, job_id, {"failure": text.failure})
+        (draft,) = await cipher.drafts(tenant, job_id, (FactDraft(FactKind.FAILED, text.data),))
+        encrypted = FailureText(changes["failure"], draft.data or {})
+        return await self._database.keep_failure(hold_id, attempt_id, encrypted, at)
 
     async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
         found = await self._database.failures_of(job_ids)
@@ -89,18 +89,18 @@ class EncryptedTenantDatabase(EncryptedRecords):
         tenant = await self._tenant_of(HoldId(job_id, 1))
         if tenant is None:
             return text
-        failure = await self._sealer.opened_failure(tenant, job_id, text.failure)
-        fact = await self._sealer.opened_fact(tenant, Fact(job_id, 0, FactKind.FAILED, 0.0, data=text.data))
+        failure = await self._cipher.opened_failure(tenant, job_id, text.failure)
+        fact = await self._cipher.opened_fact(tenant, Fact(job_id, 0, FactKind.FAILED, 0.0, data=text.data))
         return FailureText(failure, fact.data or {})
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         found = await self._database.open_round_of(hold_id, attempt_id)
         if found is None:
             return None
-        job, result = await self._sealer.opened(found.job), found.result
+        job, result = await self._cipher.opened(found.job), found.result
         if result is not None:
             try:
-                result = await self._sealer.opened_result(job.tenant, job.job_id, result)
+                result = await self._cipher.opened_result(job.tenant, job.job_id, result)
             except DecryptionFailed:
                 # The round ends all the same, and is settled: what it left stays as unreadable as its payload is.
                 result = None
@@ -108,12 +108,12 @@ class EncryptedTenantDatabase(EncryptedRecords):
 
     async def end_round(self, ending: RoundEnd) -> RoundEnded:
         tenant, job_id = ending.posting.tenant, ending.settlement.hold_id.job_id
-        changes = await self._sealer.changes(tenant, job_id, ending.changes)
+        changes = await self._cipher.changes(tenant, job_id, ending.changes)
         return await self._database.end_round(msgspec.structs.replace(ending, changes=changes))
 
     async def get_many(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Job]:
         found = await self._database.get_many(job_ids)
-        return {job_id: await self._sealer.opened(job) for job_id, job in found.items()}
+        return {job_id: await self._cipher.opened(job) for job_id, job in found.items()}
 
     async def _tenant_of(self, hold_id: HoldId) -> TenantId | None:
         tenant = self._tenants.get(hold_id.job_id)

@@ -19,7 +19,7 @@ from comfyfleet.model.ledger import (
 )
 from comfyfleet.tenancy.database import tenant_export
 from comfyfleet.tenancy.database.executor import Row, Work, row, rows
-from comfyfleet.tenancy.database.port import MAX_BOOK, PostingResult
+from comfyfleet.tenancy.database.port import MAX_LEDGER, PostingResult
 
 # One statement compares and changes: of two spends at the same instant, the second compares with what the first left.
 _MOVE_CREDITS = """
@@ -243,12 +243,12 @@ def account_at(tenant: TenantId, number: int) -> Work[Account]:
     return Account(tenant, *(int(each) for each in found))
 
 
-def book(tenant: TenantId) -> Work[Ledger]:
-    postings = yield from statement(tenant, 0, MAX_BOOK + 1)
-    if len(postings) > MAX_BOOK:
+def ledger(tenant: TenantId) -> Work[Ledger]:
+    postings = yield from statement(tenant, 0, MAX_LEDGER + 1)
+    if len(postings) > MAX_LEDGER:
         raise Refusal(
             RefusalCode.TOO_LARGE,
-            f"the book of tenant {tenant} has more than {MAX_BOOK} postings; read it page by page",
+            f"the book of tenant {tenant} has more than {MAX_LEDGER} postings; read it page by page",
         )
     holds = yield from rows(
         "SELECT job_id, round, tenant, amount, at FROM @holds WHERE tenant = :tenant ORDER BY at, job_id",

@@ -35,7 +35,7 @@ from comfyfleet.model.ledger import (
 from comfyfleet.ports import DocumentStore, Records
 
 MAX_PAGE = 1_000
-MAX_BOOK = 100_000
+MAX_LEDGER = 100_000
 """So many postings a book may have to be read as a whole."""
 
 
@@ -140,7 +140,7 @@ class TenantDatabase(Records, Protocol):
         """Connects and migrates. Called once, before anything else."""
 
     async def close(self) -> None: ...
-    def cabinet(self, tenant: TenantId) -> DocumentStore:
+    def documents(self, tenant: TenantId) -> DocumentStore:
         """Small documents of this tenant alone: the records of its files."""
 
     # the protocol
@@ -239,20 +239,20 @@ class TenantDatabase(Records, Protocol):
     ) -> list[UsageLine]:
         """What rounds that ended in that time took, added up; of everybody unless a tenant is named."""
 
-    async def book(self, tenant: TenantId) -> Ledger:
+    async def ledger(self, tenant: TenantId) -> Ledger:
         """Everything, as of one moment, for whoever checks it. Refused if there is too much of it."""
 
     # coming and going; the fence is a number that grows with each attempt
-    async def begin_book(self, tenant: TenantId) -> None:
+    async def create_account(self, tenant: TenantId) -> None:
         """For a tenant that is set up here."""
 
-    async def close_book(self, tenant: TenantId, fence: int) -> bool:
+    async def freeze_account(self, tenant: TenantId, fence: int) -> bool:
         """Nothing more is written for it: others get `AccountFrozen`. False: somebody came with a newer fence."""
 
-    async def open_book(self, tenant: TenantId, fence: int) -> bool:
+    async def unfreeze_account(self, tenant: TenantId, fence: int) -> bool:
         """Its account is the sum of its postings. False: it is not closed by this fence (any more)."""
 
-    async def has_book(self, tenant: TenantId) -> bool:
+    async def has_account(self, tenant: TenantId) -> bool:
         """Open, closed or empty: whether it was ever set up here. Who lives in this database has one."""
 
     async def fence_of(self, tenant: TenantId) -> int | None: ...

@@ -20,7 +20,7 @@ from comfyfleet.tenancy.database.port import AccountFrozen, TenantDatabase
 DEFAULT_POOL = "default"
 ANSWER_S = 10.0
 """A database that takes longer is away, whatever it is doing."""
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 
 
 class TenantDatabases:
@@ -41,7 +41,7 @@ class TenantDatabases:
         self._opening: dict[str, asyncio.Task[TenantDatabase]] = {}
         self._asked: dict[str, None] = {}
         self._away: dict[str, tuple[ComfyFleetError, float]] = {}
-        self._books: set[tuple[str, TenantId]] = set()
+        self._ledgers: set[tuple[str, TenantId]] = set()
         """That were seen: a book that was begun stays."""
 
     @property
@@ -81,14 +81,14 @@ class TenantDatabases:
         """The one it lives in. Raises `Fault` while that cannot be reached, and where it is another one: to that all
         jobs of the tenant are unknown, and unknown jobs are ended."""
         database = await self.get(tenant.pool)
-        if (tenant.pool, tenant.tenant_id) not in self._books:
-            if not await database.has_book(tenant.tenant_id):
+        if (tenant.pool, tenant.tenant_id) not in self._ledgers:
+            if not await database.has_account(tenant.tenant_id):
                 raise Fault(
                     f"the database of pool {tenant.pool!r} does not know tenant {tenant.tenant_id!r}, who lives there: "
                     "see whether its address in [pools] is the one that the other hubs have, and whether it was set "
                     "back to an older state"
                 )
-            self._books.add((tenant.pool, tenant.tenant_id))
+            self._ledgers.add((tenant.pool, tenant.tenant_id))
         return database
 
     async def opened(self) -> list[tuple[str, TenantDatabase]]:
@@ -138,7 +138,7 @@ class TenantDatabases:
         self.note_away(name, fault)
 
     def note_away(self, name: str, error: ComfyFleetError) -> None:
-        self._away[name] = (error, self._clock.monotonic() + _AGAIN_S)
+        self._away[name] = (error, self._clock.monotonic() + _RETRY_S)
 
     async def watched(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         self._check_there(name)
@@ -163,9 +163,9 @@ class _Watched:
         self._name = name
         self._pools = pools
 
-    def cabinet(self, tenant: TenantId) -> DocumentStore:
+    def documents(self, tenant: TenantId) -> DocumentStore:
         """Its documents are in the same database, and as long in coming."""
-        documents = cast(TenantDatabase, self._database).cabinet(tenant)
+        documents = cast(TenantDatabase, self._database).documents(tenant)
         return cast(DocumentStore, _Watched(documents, self._name, self._pools))
 
     def __getattr__(self, name: str) -> Any:

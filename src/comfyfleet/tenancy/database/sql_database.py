@@ -47,7 +47,7 @@ class SqlTenantDatabase:
     async def close(self) -> None:
         await self._carrier.close()
 
-    def cabinet(self, tenant: TenantId) -> DocumentStore:
+    def documents(self, tenant: TenantId) -> DocumentStore:
         return TenantDocumentStore(self._carrier, tenant)
 
     # the protocol
@@ -185,22 +185,22 @@ class SqlTenantDatabase:
     ) -> list[UsageLine]:
         return await self._carrier.read(lambda: reports.usage(tenant, since, until, by, limit))
 
-    async def book(self, tenant: TenantId) -> Ledger:
-        return await self._carrier.snapshot(lambda: ledger.book(tenant))
+    async def ledger(self, tenant: TenantId) -> Ledger:
+        return await self._carrier.snapshot(lambda: ledger.ledger(tenant))
 
     # coming and going
 
-    async def begin_book(self, tenant: TenantId) -> None:
-        await self._carrier.transact(lambda: tenant_export.begin_book(tenant))
+    async def create_account(self, tenant: TenantId) -> None:
+        await self._carrier.transact(lambda: tenant_export.create_account(tenant))
 
-    async def close_book(self, tenant: TenantId, fence: int) -> bool:
-        return await self._carrier.transact(lambda: tenant_export.close_book(tenant, fence))
+    async def freeze_account(self, tenant: TenantId, fence: int) -> bool:
+        return await self._carrier.transact(lambda: tenant_export.freeze_account(tenant, fence))
 
-    async def open_book(self, tenant: TenantId, fence: int) -> bool:
-        return await self._carrier.transact(lambda: tenant_export.open_book(tenant, fence))
+    async def unfreeze_account(self, tenant: TenantId, fence: int) -> bool:
+        return await self._carrier.transact(lambda: tenant_export.unfreeze_account(tenant, fence))
 
-    async def has_book(self, tenant: TenantId) -> bool:
-        return await self._carrier.read(lambda: tenant_export.has_book(tenant))
+    async def has_account(self, tenant: TenantId) -> bool:
+        return await self._carrier.read(lambda: tenant_export.has_account(tenant))
 
     async def fence_of(self, tenant: TenantId) -> int | None:
         return await self._carrier.read(lambda: tenant_export.fence_of(tenant))

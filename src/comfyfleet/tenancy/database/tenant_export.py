@@ -108,21 +108,21 @@ def check_open(tenant: TenantId) -> Work[None]:
         raise AccountFrozen(tenant)
 
 
-def begin_book(tenant: TenantId) -> Work[None]:
+def create_account(tenant: TenantId) -> Work[None]:
     yield from rows(_BEGIN, tenant=tenant)
 
 
-def close_book(tenant: TenantId, fence: int) -> Work[bool]:
+def freeze_account(tenant: TenantId, fence: int) -> Work[bool]:
     # Whoever writes without a posting has locked it: after that its rows are there, or are refused.
     yield from row("SELECT fence FROM @accounts WHERE tenant = :tenant FOR UPDATE", tenant=tenant)
     return (yield from row(_CLOSE, tenant=tenant, fence=fence)) is not None
 
 
-def open_book(tenant: TenantId, fence: int) -> Work[bool]:
+def unfreeze_account(tenant: TenantId, fence: int) -> Work[bool]:
     return (yield from row(_OPEN, tenant=tenant, fence=fence)) is not None
 
 
-def has_book(tenant: TenantId) -> Work[bool]:
+def has_account(tenant: TenantId) -> Work[bool]:
     return (yield from row("SELECT 1 FROM @accounts WHERE tenant = :tenant", tenant=tenant)) is not None
 
 

@@ -113,7 +113,7 @@ class RandomDay:
     async def do(self, step: tuple[Any, ...]) -> Any:
         bench, store = self.bench, self.bench.store
         match step:
-            case ("enqueue", cls, workflow_hash, priority, name, delay, size, is_apart):
+            case ("enqueue", cls, workflow_hash, priority, name, delay, size, has_tenant_database):
                 now = bench.clock.now()
                 later = {} if delay is None else {"standing": Readiness.DELAYED, "not_before": now + delay}
                 wake = {} if delay is None else {"wake_at": now + delay}
@@ -123,7 +123,7 @@ class RandomDay:
                     priority=priority,
                     tenant=tenant(name),
                     payload_bytes=size,
-                    is_apart=is_apart,
+                    has_tenant_database=has_tenant_database,
                     **later,
                     **wake,
                 )
@@ -234,9 +234,9 @@ class RandomDay:
             case ("purge", phase):
                 return await store.purge(phase, bench.clock.now() - 5.0, 100)
             case ("lesson", workflow_hash, memory):
-                lesson = WorkflowStats(workflow_hash, {"card": MeanDuration(memory + 1.0, 1)}, memory)
-                await store.put_lesson(lesson)
-                return await store.get_lesson(workflow_hash)
+                stats = WorkflowStats(workflow_hash, {"card": MeanDuration(memory + 1.0, 1)}, memory)
+                await store.put_workflow_stats(stats)
+                return await store.get_workflow_stats(workflow_hash)
             case ("learn", workflow_hash, worker_class, seconds):
                 return await store.learn(WorkflowStatsDelta(workflow_hash, worker_class, seconds, 0.2, 2))
             case ("learn_memory", workflow_hash, name, gb):

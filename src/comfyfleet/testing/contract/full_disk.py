@@ -48,7 +48,7 @@ async def steps_of(bench: StoreBench) -> dict[str, Step]:
     """Every call that writes, each of them ready to succeed."""
     store = bench.store
     await store.put_worker(WORKER)
-    assert await store.cabinet.put("keys", "known", b"1", version=0)
+    assert await store.documents.put("keys", "known", b"1", version=0)
     await store.put_block(Block(A, "counted", BlockReason.FAILURES, 1))
     await store.put_block(Block(A, "over", BlockReason.FAILURES, 1, bench.clock.now() - 1))
     waiting = await bench.enqueue(reference="mine")
@@ -57,7 +57,7 @@ async def steps_of(bench: StoreBench) -> dict[str, Step]:
     written = await store.write(completion(ended))
     assert written is not None
     over = written.dispatch
-    _, apart = await bench.leased(is_apart=True)
+    _, apart = await bench.leased(has_tenant_database=True)
     written = await store.write(completion(apart))
     assert written is not None
     unsettled = written.dispatch
@@ -75,7 +75,7 @@ async def steps_of(bench: StoreBench) -> dict[str, Step]:
             {}
             if moving is None
             else {
-                "adopt": lambda: moving.adopt([moved]),
+                "import_jobs": lambda: moving.import_jobs([moved]),
                 "discard": lambda: moving.discard([waiting, over]),
             }
         ),
@@ -102,13 +102,13 @@ async def steps_of(bench: StoreBench) -> dict[str, Step]:
         "put_block": lambda: store.put_block(block),
         "lift": lambda: store.lift([Pair(A, "counted")]),
         "expired_blocks": store.expired_blocks,
-        "put_lesson": lambda: store.put_lesson(WorkflowStats(HASH, {}, 12.0)),
+        "put_workflow_stats": lambda: store.put_workflow_stats(WorkflowStats(HASH, {}, 12.0)),
         "charge": lambda: store.shares.charge(tenant("default"), 5.0),
         "put_terms": lambda: store.shares.put_terms(TenantTerms(tenant("ann"), 2.0, 1)),
         "pause_queue": lambda: store.pause_queue(True),
-        "put a document": lambda: store.cabinet.put("keys", "new", b"1", version=0),
-        "put over a document": lambda: store.cabinet.put("keys", "known", b"2", version=1),
-        "remove a document": lambda: store.cabinet.remove("keys", "known"),
+        "put a document": lambda: store.documents.put("keys", "new", b"1", version=0),
+        "put over a document": lambda: store.documents.put("keys", "known", b"2", version=1),
+        "remove a document": lambda: store.documents.remove("keys", "known"),
     }
 
 
@@ -152,6 +152,6 @@ async def _state(bench: StoreBench) -> dict[str, Any]:
     """Without the polls of leases that were refused, which nobody holds."""
     state = await bench.state()
     state["polls"] = [found for found in state["polls"] if found is not None]
-    state["lesson"] = await bench.store.get_lesson(HASH)
-    state["documents"] = await bench.store.cabinet.listing("keys")
+    state["lesson"] = await bench.store.get_workflow_stats(HASH)
+    state["documents"] = await bench.store.documents.listing("keys")
     return state

@@ -70,18 +70,18 @@ class JobTransferContract(UsesBench):
         assert counts.by_phase == dict.fromkeys(Phase, 0)
         assert counts.payload_bytes == 0
         assert await bench.peek() == []
-        adopted = await moving(bench).adopt([kept])
-        assert adopted is not None
-        assert adopted == [msgspec.structs.replace(kept.dispatch, sequence=kept.dispatch.sequence + 1)]
+        imported = await moving(bench).import_jobs([kept])
+        assert imported is not None
+        assert imported == [msgspec.structs.replace(kept.dispatch, sequence=kept.dispatch.sequence + 1)]
         again = await whole(bench, kept.job.job_id)
-        assert again == msgspec.structs.replace(kept, dispatch=adopted[0])
+        assert again == msgspec.structs.replace(kept, dispatch=imported[0])
         after = await bench.state()
         assert {**after, "jobs": None} == {**before, "jobs": None}
 
     async def test_jobs_taken_in_stand_in_their_order_behind_what_is_here(self, bench: StoreBench) -> None:
         template = await self._tried(bench)
         jobs = [renamed(template, name) for name in ("z", "a", "m")]
-        assert await moving(bench).adopt(jobs) is not None
+        assert await moving(bench).import_jobs(jobs) is not None
         assert await bench.peek() == [template.job.job_id, "z", "a", "m"]
         later = await bench.enqueue()
         leased = [await bench.lease_next(B) for _ in range(5)]
@@ -92,7 +92,7 @@ class JobTransferContract(UsesBench):
     async def test_a_job_taken_in_goes_on_where_it_stopped(self, bench: StoreBench) -> None:
         kept = renamed(await self._tried(bench), "moved")
         assert await bench.lease_next() is not None
-        assert await moving(bench).adopt([kept]) is not None
+        assert await moving(bench).import_jobs([kept]) is not None
         taken = await bench.lease_next(B)
         assert taken is not None
         assert (taken.job_id, taken.lease_number, taken.attempts) == ("moved", 2, 2)
@@ -122,27 +122,27 @@ class JobTransferContract(UsesBench):
         assert await bench.store.dead_letter(10) == []
         await bench.clock.advance(10)
         border = bench.clock.now()
-        adopted = await moving(bench).adopt(kept)
-        assert adopted is not None
+        imported = await moving(bench).import_jobs(kept)
+        assert imported is not None
         assert [await whole(bench, each.job.job_id) for each in kept] == [
             msgspec.structs.replace(each, dispatch=dispatch)
-            for each, dispatch in zip(kept, adopted, strict=True)
+            for each, dispatch in zip(kept, imported, strict=True)
         ]
         assert await bench.store.counts() == before
-        assert await bench.store.dead_letter(10) == adopted[1:]
+        assert await bench.store.dead_letter(10) == imported[1:]
         assert await bench.store.purge(Phase.COMPLETED, border, 10) == 0, "kept from when it came"
         await bench.clock.advance(10)
         assert await bench.store.purge(Phase.COMPLETED, bench.clock.now(), 10) == 1
         retry = Change(phase=Phase.QUEUED, round=2)
-        assert await bench.change(adopted[1], retry) is not None
+        assert await bench.change(imported[1], retry) is not None
         assert await bench.peek() == [broken.job_id]
 
     async def test_what_is_apart_moves_with_what_is_to_be_settled(self, bench: StoreBench) -> None:
-        waiting = await bench.enqueue(is_apart=True)
-        _, done = await bench.leased(is_apart=True)
+        waiting = await bench.enqueue(has_tenant_database=True)
+        _, done = await bench.leased(has_tenant_database=True)
         ended = await bench.store.write(completion(done))
         assert ended is not None
-        _, broken = await bench.leased(is_apart=True)
+        _, broken = await bench.leased(has_tenant_database=True)
         failed = await bench.store.write(failure(broken))
         assert failed is not None
         settled = await bench.change(failed.dispatch, Change(settled_at=bench.clock.now()))
@@ -151,11 +151,11 @@ class JobTransferContract(UsesBench):
         before = await bench.store.counts()
         assert await moving(bench).discard([each.dispatch for each in kept]) == [True] * 3
         assert await bench.store.unsettled(10) == []
-        adopted = await moving(bench).adopt(kept)
-        assert adopted is not None
-        assert [each.is_apart for each in adopted] == [True] * 3
-        assert adopted[2].settled_at == settled.dispatch.settled_at
-        assert await bench.store.unsettled(10) == [adopted[1]]
+        imported = await moving(bench).import_jobs(kept)
+        assert imported is not None
+        assert [each.has_tenant_database for each in imported] == [True] * 3
+        assert imported[2].settled_at == settled.dispatch.settled_at
+        assert await bench.store.unsettled(10) == [imported[1]]
         assert await bench.store.counts() == before
         await bench.clock.advance(TOMBSTONE_S + 1)
         now = bench.clock.now()
@@ -170,7 +170,7 @@ class JobTransferContract(UsesBench):
         before = await bench.store.counts()
         assert await moving(bench).discard([delayed, paused]) == [True, True]
         assert await bench.store.next_due() is None
-        assert await moving(bench).adopt(kept) is not None
+        assert await moving(bench).import_jobs(kept) is not None
         assert await bench.store.counts() == before
         assert await bench.store.next_due() == at
         assert await bench.peek() == []
@@ -184,23 +184,23 @@ class JobTransferContract(UsesBench):
         new = renamed(kept, "new")
         moved = await bench.change(kept.dispatch, Change(priority=9))
         assert moved is not None
-        answer = await moving(bench).adopt([kept, twin, new])
+        answer = await moving(bench).import_jobs([kept, twin, new])
         assert answer is not None
         assert answer[:2] == [moved.dispatch, moved.dispatch]
         assert answer[2].job_id == "new"
         assert await bench.store.load(JobId("stranger")) is None
-        assert await moving(bench).adopt([new]) == answer[2:]
+        assert await moving(bench).import_jobs([new]) == answer[2:]
         assert (await bench.store.counts()).waiting == 2
 
     async def test_an_unknown_class_keeps_the_whole_page_out(self, bench: StoreBench) -> None:
         kept = await self._tried(bench)
         before = await bench.state()
         page = [renamed(kept, "good"), renamed(kept, "bad", class_key=unknown_class())]
-        assert await moving(bench).adopt(page) is None
+        assert await moving(bench).import_jobs(page) is None
         assert await bench.store.load(JobId("good")) is None
         assert await bench.state() == before
         ended = renamed(kept, "ended", class_key=unknown_class(), phase=Phase.CANCELLED)
-        assert await moving(bench).adopt([ended]) is not None, "what has ended needs no class"
+        assert await moving(bench).import_jobs([ended]) is not None, "what has ended needs no class"
 
     async def test_a_job_that_changed_or_is_leased_is_not_let_go(self, bench: StoreBench) -> None:
         read = await bench.enqueue()
@@ -224,14 +224,14 @@ class JobTransferContract(UsesBench):
         assert await bench.store.position(fresh.job_id) == 0
 
     async def test_lessons_and_virtual_times_can_be_read(self, bench: StoreBench) -> None:
-        assert await moving(bench).lessons() == []
-        lessons = [
+        assert await moving(bench).workflow_stats() == []
+        workflow_stats = [
             WorkflowStats(WorkflowHash(name), {"card": MeanDuration(3.0, 1)}, 24.0)
             for name in ("x", "b", "x")
         ]
-        for lesson in lessons:
-            await bench.store.put_lesson(lesson)
-        assert await moving(bench).lessons() == lessons[1:]
+        for stats in workflow_stats:
+            await bench.store.put_workflow_stats(stats)
+        assert await moving(bench).workflow_stats() == workflow_stats[1:]
         assert (await bench.store.shares.of(tenant("ann"))).virtual_time == 0.0
         for seconds in (2.0, 0.5):
             await bench.store.shares.charge(tenant("ann"), seconds)

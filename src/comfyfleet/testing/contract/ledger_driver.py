@@ -86,4 +86,4 @@ class LedgerDriver:
 
     async def check(self, *tenants: TenantId) -> None:
         for tenant in tenants or (ACME,):
-            assert accounting.problems(await self.database.book(tenant)) == []
+            assert accounting.problems(await self.database.ledger(tenant)) == []

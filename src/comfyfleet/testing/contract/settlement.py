@@ -44,30 +44,30 @@ class SettlementContract:
 
     async def test_whatever_ends_apart_is_listed_by_id_and_nothing_else_is(self, bench: StoreBench) -> None:
         await ended(bench)
-        await bench.leased(is_apart=True)
-        await bench.enqueue(is_apart=True)
+        await bench.leased(has_tenant_database=True)
+        await bench.enqueue(has_tenant_database=True)
         blocks = (Block(A, "other", BlockReason.FAILURES, 1),)
         found = [
-            await ended(bench, is_apart=True),
-            await ended(bench, failure, is_apart=True),
-            await ended(bench, lambda ref: failure(ref, blocks=blocks), is_apart=True),
+            await ended(bench, has_tenant_database=True),
+            await ended(bench, failure, has_tenant_database=True),
+            await ended(bench, lambda ref: failure(ref, blocks=blocks), has_tenant_database=True),
         ]
-        leased, ref = await bench.leased(is_apart=True)
-        waiting = await bench.enqueue(is_apart=True)
-        _, last = await bench.leased(is_apart=True)
+        leased, ref = await bench.leased(has_tenant_database=True)
+        waiting = await bench.enqueue(has_tenant_database=True)
+        _, last = await bench.leased(has_tenant_database=True)
         finished, _ = await bench.store.finish_and_lease_next(completion(last), bench.offer())
         for written in (await bench.cancel(leased), await bench.cancel(waiting), finished):
             assert written is not None
             found.append(written.dispatch)
         assert await bench.store.write(completion(ref)) is None
-        assert all(each.is_apart and each.settled_at is None for each in found)
+        assert all(each.has_tenant_database and each.settled_at is None for each in found)
         assert await bench.store.unsettled(100) == found
         assert await bench.store.unsettled(2) == found[:2]
         assert await bench.store.unsettled(2, after=found[1].job_id) == found[2:4]
         assert await bench.store.unsettled(9, after=found[-1].job_id) == []
 
     async def test_they_are_listed_in_the_order_of_ids_and_not_of_ends(self, bench: StoreBench) -> None:
-        leased = [await bench.leased(is_apart=True) for _ in range(3)]
+        leased = [await bench.leased(has_tenant_database=True) for _ in range(3)]
         for place in (1, 2, 0):
             assert await bench.store.write(completion(leased[place][1])) is not None
         found = await bench.store.unsettled(10)
@@ -76,7 +76,10 @@ class SettlementContract:
     async def test_what_is_settled_is_listed_no_more_and_nothing_else_of_it_changes(
         self, bench: StoreBench
     ) -> None:
-        over, other = await ended(bench, is_apart=True), await ended(bench, failure, is_apart=True)
+        over, other = (
+            await ended(bench, has_tenant_database=True),
+            await ended(bench, failure, has_tenant_database=True),
+        )
         store = bench.store
         facts, attempts = await store.facts(over.job_id), await store.attempts(over.job_id)
         counts, record = await store.counts(), await store.records.get(over.job_id)
@@ -95,7 +98,7 @@ class SettlementContract:
 
     async def test_a_round_that_is_opened_again_is_listed_at_its_own_end(self, bench: StoreBench) -> None:
         for is_settled in (True, False):
-            over = await ended(bench, failure, is_apart=True)
+            over = await ended(bench, failure, has_tenant_database=True)
             if is_settled:
                 over = await settle(bench, over)
             retried = await bench.change(over, RETRIED, job={"phase": Phase.QUEUED})
@@ -112,7 +115,7 @@ class SettlementContract:
 
     async def test_an_unsettled_end_is_not_purged_and_holds_up_nobody(self, bench: StoreBench) -> None:
         for write, phase in ((completion, Phase.COMPLETED), (failure, Phase.FAILED)):
-            first = await ended(bench, write, is_apart=True)
+            first = await ended(bench, write, has_tenant_database=True)
             plain = await ended(bench, write)
             await bench.clock.advance(1e6)
             now = bench.clock.now()
@@ -125,7 +128,7 @@ class SettlementContract:
         assert await bench.store.dead_letter(10) == [first], "it failed, settled or not"
 
     async def test_a_settled_end_is_kept_until_no_relay_can_be_on_its_way(self, bench: StoreBench) -> None:
-        over = await ended(bench, failure, is_apart=True, reference="mine")
+        over = await ended(bench, failure, has_tenant_database=True, reference="mine")
         await bench.clock.advance(1e6)
         await settle(bench, over)
         plain = await ended(bench, failure)
@@ -143,7 +146,7 @@ class SettlementContract:
 
     async def test_more_young_ends_than_a_purge_may_take_hide_no_old_one(self, bench: StoreBench) -> None:
         for _ in range(5):
-            await settle(bench, await ended(bench, is_apart=True))
+            await settle(bench, await ended(bench, has_tenant_database=True))
         plain = [await ended(bench) for _ in range(3)]
         await bench.clock.advance(1)
         assert await bench.store.purge(Phase.COMPLETED, bench.clock.now(), 2) == 2
@@ -157,10 +160,10 @@ class SettlementContract:
     async def test_an_enqueue_that_is_repeated_answers_what_is_there_and_changes_nothing(
         self, bench: StoreBench
     ) -> None:
-        waiting = await bench.enqueue(is_apart=True, reference="mine", standing=Readiness.PAUSED)
-        leased, _ = await bench.leased(is_apart=True)
-        over = await ended(bench, is_apart=True)
-        settled = await settle(bench, await ended(bench, failure, is_apart=True))
+        waiting = await bench.enqueue(has_tenant_database=True, reference="mine", standing=Readiness.PAUSED)
+        leased, _ = await bench.leased(has_tenant_database=True)
+        over = await ended(bench, has_tenant_database=True)
+        settled = await settle(bench, await ended(bench, failure, has_tenant_database=True))
         before = await bench.state()
         for known in (waiting, leased, over, settled):
             fields: dict[str, Any] = {"phase": Phase.QUEUED, "lease": None, "revision": 0, "sequence": 0}
@@ -174,7 +177,7 @@ class SettlementContract:
     async def test_a_job_whose_earlier_rounds_are_gone_comes_with_the_number_of_its_round(
         self, bench: StoreBench
     ) -> None:
-        queued = await bench.enqueue(is_apart=True, round=3)
+        queued = await bench.enqueue(has_tenant_database=True, round=3)
         assert queued.round == 3
         taken = await bench.lease_next()
         assert taken is not None and (taken.round, taken.lease_number) == (3, 1)
@@ -190,7 +193,7 @@ class SettlementContract:
 
     async def test_an_end_can_come_before_its_job_and_keeps_it_out(self, bench: StoreBench) -> None:
         counts = await bench.store.counts()
-        tombstone = await bench.enqueue(is_apart=True, phase=Phase.CANCELLED)
+        tombstone = await bench.enqueue(has_tenant_database=True, phase=Phase.CANCELLED)
         assert await bench.store.unsettled(10) == [tombstone]
         assert await bench.peek() == [] and await bench.lease_next() is None
         late = msgspec.structs.replace(tombstone, phase=Phase.QUEUED, sequence=0)
@@ -204,7 +207,7 @@ class SettlementContract:
     # many at once
 
     async def test_many_are_looked_up_in_the_order_they_are_asked_for(self, bench: StoreBench) -> None:
-        waiting, over = await bench.enqueue(), await ended(bench, is_apart=True)
+        waiting, over = await bench.enqueue(), await ended(bench, has_tenant_database=True)
         leased, _ = await bench.leased()
         names = [over.job_id, JobId("nobody"), leased.job_id, waiting.job_id, over.job_id]
         assert await bench.store.load_many(names) == [over, None, leased, waiting, over]

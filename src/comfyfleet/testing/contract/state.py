@@ -468,10 +468,10 @@ class StateContract:
         assert await bench.peek() == [job.job_id]
 
     async def test_lessons_are_remembered(self, bench: StoreBench) -> None:
-        assert await bench.store.get_lesson(HASH) is None
-        lesson = WorkflowStats(HASH, {"card": MeanDuration(3.0, 1)}, 24.0, {ANN: 48.0})
-        await bench.store.put_lesson(lesson)
-        assert await bench.store.get_lesson(HASH) == lesson
+        assert await bench.store.get_workflow_stats(HASH) is None
+        stats = WorkflowStats(HASH, {"card": MeanDuration(3.0, 1)}, 24.0, {ANN: 48.0})
+        await bench.store.put_workflow_stats(stats)
+        assert await bench.store.get_workflow_stats(HASH) == stats
 
     async def test_an_empty_change_under_a_lease_keeps_the_lease(self, bench: StoreBench) -> None:
         dispatch, ref = await bench.leased()

@@ -44,7 +44,7 @@ class StatisticsContract:
         ]
         await asyncio.gather(*(store.learn(delta) for delta in (*runs, *small)))
         known = WorkflowStats(HASH, {"card": MeanDuration(3.0, 21)}, memory_by_tenant={tenant("ann"): 24.0})
-        assert await store.get_lesson(HASH) == known
+        assert await store.get_workflow_stats(HASH) == known
         after = await store.learn(WorkflowStatsDelta(HASH, "card", 8.0, 0.2, 2))
         assert after.durations == {"card": MeanDuration(3.0 + 0.2 * 5.0, 22)}, (
             "the newest counts, but not alone"

@@ -23,20 +23,20 @@ class TenantDocumentsContract(DocumentStoreContract):
         await database.close()
 
     @pytest.fixture
-    def cabinet(self, database: TenantDatabase) -> DocumentStore:
-        return database.cabinet(_OURS)
+    def documents(self, database: TenantDatabase) -> DocumentStore:
+        return database.documents(_OURS)
 
     async def test_documents_are_seen_by_their_tenant_alone(
         self, database: TenantDatabase, connect: Callable[[], TenantDatabase]
     ) -> None:
-        ours, theirs = database.cabinet(_OURS), database.cabinet(_THEIRS)
+        ours, theirs = database.documents(_OURS), database.documents(_THEIRS)
         assert await ours.put("files", "a", b"ours", version=0)
-        assert await theirs.get("files", "a") is None and await theirs.drawers() == []
+        assert await theirs.get("files", "a") is None and await theirs.collections() == []
         assert not await theirs.remove("files", "a")
         assert await theirs.put("files", "a", b"theirs", version=0)
         assert [each.body for each in await ours.listing("files")] == [b"ours"]
         other = connect()
         await other.open()
-        assert await other.cabinet(_OURS).put("files", "a", b"again", version=1)
+        assert await other.documents(_OURS).put("files", "a", b"again", version=1)
         await other.close()
         assert not await ours.put("files", "a", b"late", version=1)

@@ -18,7 +18,7 @@ from comfyfleet.model.workflow import MAX_NODES, InvalidWorkflow, check_workflow
 from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, ApiAnswer, ComfyApi, Unreachable
 
 # A value that looks like a link was unwrapped by the server: what it lists is a link into nothing.
-_DEADLY = frozenset({"missing_inputs", "linked_node_missing"})
+_POISON = frozenset({"missing_inputs", "linked_node_missing"})
 
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class PromptStatus(msgspec.Struct, frozen=True):
     """Nothing runs there at this moment."""
     running: str | None = None
     """The prompt that runs while this one waits."""
-    is_running_deadly: bool = False
+    is_running_poison: bool = False
     """The graph of that prompt is one that ends a server's execution thread."""
 
 
@@ -95,12 +95,12 @@ def find_in_queue(queue: Mapping[str, Any], prompt_id: str) -> PromptStatus:
                 _number(item),
                 is_server_idle=first is None,
                 running=None if first is None else str(first[1]),
-                is_running_deadly=first is not None and len(first) > 2 and is_deadly(first[2]),
+                is_running_poison=first is not None and len(first) > 2 and is_poison(first[2]),
             )
     return PromptStatus(PromptState.UNKNOWN, is_server_idle=not running)
 
 
-def is_deadly(graph: Any) -> bool:
+def is_poison(graph: Any) -> bool:
     """Whether a graph has one of the faults that a server takes in and then dies of. It may also lie where no output
     depends on it and do no harm, so this alone proves nothing. One that is too large for us is not looked at."""
     if not isinstance(graph, dict):
@@ -109,7 +109,7 @@ def is_deadly(graph: Any) -> bool:
         check_workflow(graph, max_chain=MAX_NODES)
     except InvalidWorkflow as error:
         kinds = {each["type"] for entry in error.node_errors.values() for each in entry["errors"]}
-        return not kinds.isdisjoint(_DEADLY)
+        return not kinds.isdisjoint(_POISON)
     return False
 
 

@@ -93,8 +93,8 @@ class PromptExecution:
         self._reopens = 0
         if message.kind == "executing" and message.node is not None:
             self._tracker.sent.begins(message.node, self._listener.connections)
-        for news in self._tracker.hear(message, now, time.time()):
-            self._tell(news)
+        for progress in self._tracker.hear(message, now, time.time()):
+            self._tell(progress)
         if self._started_at is None:
             self._started_at = now
         if self._tracker.is_end_told:
@@ -134,11 +134,11 @@ class PromptExecution:
         self._accepted_at = self._looked_at = now
         self._quiet_since = max(self._quiet_since, now)
         held, self._held = self._held or [], None
-        for news in [
+        for progress in [
             TrackedProgress(ProgressKind.ACCEPTED, {"prompt_id": self.prompt_id, "number": number}),
             *held,
         ]:
-            self._tell(news)
+            self._tell(progress)
 
     def submitting(self) -> None:
         """From here on the server may send."""
@@ -229,8 +229,8 @@ class PromptExecution:
                     self._started_at = self._sign_at = now
                     # The socket should have told: if it does not do so now, it is deaf.
                     self._quiet_since = now + self._settings.end_news_s - self._quiet_s()
-                    for news in self._tracker.begin():
-                        self._tell(news)
+                    for progress in self._tracker.begin():
+                        self._tell(progress)
             case PromptState.WAITING:
                 self._unknown_since = None
                 self._idle_since = (self._idle_since or now) if standing.is_server_idle else None
@@ -245,7 +245,7 @@ class PromptExecution:
         since = now if self.ahead is None or self.ahead.prompt_id != prompt_id else self.ahead.since
         sign_at = self._listener.foreign_sign_at(prompt_id)
         return PromptAhead(
-            prompt_id, since if sign_at is None else max(since, sign_at), standing.is_running_deadly
+            prompt_id, since if sign_at is None else max(since, sign_at), standing.is_running_poison
         )
 
     def _read(self, entry: dict[str, Any]) -> JobResult | Failure:
@@ -381,7 +381,7 @@ class PromptExecution:
         """How long a silent prompt of somebody else's may hold ours up: to the end of the start timeout at most, but
         one that was first seen late in it is not to blame for it."""
         longest_s = self._patience_s
-        if ahead.is_deadly:
+        if ahead.is_poison:
             longest_s = min(longest_s, self._settings.idle_queue_s)
         start_s = self._job.timeouts.start_s
         if start_s is None:
@@ -447,37 +447,37 @@ class PromptExecution:
 
     # reports
 
-    def _tell(self, news: TrackedProgress) -> None:
+    def _tell(self, progress: TrackedProgress) -> None:
         if self._held is not None:
-            self._held.append(news)
+            self._held.append(progress)
             return
-        if news.kind is not ProgressKind.PROGRESS:
+        if progress.kind is not ProgressKind.PROGRESS:
             self._send_pending()
-            self._send(news)
+            self._send(progress)
             return
         due_s = self._reported_at + self._settings.progress_interval_s - self._loop.time()
         if due_s <= 0:
             self._pending = None
             self._reported_at = self._loop.time()
-            self._send(news)
+            self._send(progress)
             return
-        self._pending = news
+        self._pending = progress
         if self._flush is None:
             self._flush = self._loop.call_later(due_s, self._send_pending)
 
     def _send_pending(self) -> None:
-        news, self._pending = self._pending, None
+        progress, self._pending = self._pending, None
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
-        if news is not None and not self._is_over:
+        if progress is not None and not self._is_over:
             self._reported_at = self._loop.time()
-            self._send(news)
+            self._send(progress)
 
-    def _send(self, news: TrackedProgress) -> None:
-        data = {"prompt_id": self.prompt_id} if news.kind is ProgressKind.STARTED else news.data
+    def _send(self, progress: TrackedProgress) -> None:
+        data = {"prompt_id": self.prompt_id} if progress.kind is ProgressKind.STARTED else progress.data
         try:
-            self._report(ProgressReport(self._job.ref, news.kind, data, news.image))
+            self._report(ProgressReport(self._job.ref, progress.kind, data, progress.image))
         except Exception as error:
             # The listener serves others too: what a receiver of reports raises ends its own attempt only.
             self._broken = self._broken or error

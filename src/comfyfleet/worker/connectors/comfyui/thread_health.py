@@ -24,7 +24,7 @@ class PromptAhead(msgspec.Struct, frozen=True):
     prompt_id: str
     since: float
     """Since when it runs without a sign of life, as far as we saw. On the event loop's clock."""
-    is_deadly: bool = False
+    is_poison: bool = False
     """Its graph is one that ends a server's execution thread."""
 
 
@@ -48,7 +48,7 @@ class _Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     losses: int = 0
     """How often the websocket had been lost by then."""
     words: str = ""
-    is_deadly: bool = False
+    is_poison: bool = False
 
 
 class ThreadHealth:
@@ -75,7 +75,7 @@ class ThreadHealth:
                 )
             case _Finding.OCCUPIED:
                 whose = f"prompt {found.prompt_id} of somebody else"
-                if found.is_deadly or _age_s(found) >= self._settings.occupied_dead_s:
+                if found.is_poison or _age_s(found) >= self._settings.occupied_dead_s:
                     return f"{RESTART} ({whose} is said to run and does not end)"
                 return (
                     f"it has been running {whose} without a sign of life and does not come to ours: it is busy, or "
@@ -109,7 +109,7 @@ class ThreadHealth:
                 since=ahead.since,
                 prompt_id=ahead.prompt_id,
                 losses=losses,
-                is_deadly=ahead.is_deadly,
+                is_poison=ahead.is_poison,
             )
         )
 

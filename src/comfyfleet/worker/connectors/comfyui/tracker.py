@@ -100,7 +100,7 @@ class RunTracker:
         data = message.data
         self.is_heard = True
         self._at = at
-        news = self.begin()
+        progress = self.begin()
         if message.kind not in ("execution_start", "execution_cached"):
             self.is_under_way = True
         match message.kind:
@@ -109,22 +109,22 @@ class RunTracker:
                 self._cached = tuple(map(str, nodes)) if isinstance(nodes, list) else ()
                 self._done.update(self._nodes.intersection(self._cached))
                 self._forecast.leave_out(self._cached)
-                news.append(self._progress())
+                progress.append(self._progress())
             case "executing" if message.is_end_of_run:
                 self.is_end_told = True
                 self._close_all(at)
             case "executing" if message.node is not None:
                 if self._has_room_for(message.node):
                     self._begin(message.node, text_or_none(data.get("display_node")), at, wall)
-                    news.append(self._progress())
+                    progress.append(self._progress())
             case "progress":
                 self._step(data.get("value"), data.get("max"), self._shown(message.node))
-                news.append(self._progress())
+                progress.append(self._progress())
             case "progress_state":
                 self._states(data.get("nodes"), at)
-                news.append(self._progress())
+                progress.append(self._progress())
             case "executed" if message.node is not None and self._has_room_for(message.node, message.size):
-                news += self._executed(message.node, text_or_none(data.get("display_node")), data, at)
+                progress += self._executed(message.node, text_or_none(data.get("display_node")), data, at)
             case "execution_success":
                 self.is_success_told = True
             case "execution_error" if failures.is_end(data):
@@ -134,12 +134,14 @@ class RunTracker:
             case "preview":
                 node = message.node or self._node
                 if not self.sent.hear(node, str(data.get("format")), message.image):
-                    news.append(TrackedProgress(ProgressKind.PREVIEW, {**data, "node": node}, message.image))
+                    progress.append(
+                        TrackedProgress(ProgressKind.PREVIEW, {**data, "node": node}, message.image)
+                    )
             case "text":
                 shown = self._shown(message.node) or self._node
                 self._text = shown, str(data.get("text", ""))[:MAX_TEXT]
-                news.append(self._progress(shown))
-        return news
+                progress.append(self._progress(shown))
+        return progress
 
     def begin(self) -> list[TrackedProgress]:
         """The run has started, whoever told: told on only once."""

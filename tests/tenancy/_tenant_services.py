@@ -48,9 +48,11 @@ class Fleet:
         """Two of them on one store are given different seeds, or they make the same ids."""
         self.clock = clock
         self.central = store
-        self.estate = TenantServices(store, clock, pools, open_database, around=around)
-        self.engine = Engine(self.estate.store, rules=Rules(**rules), clock=clock, chance=SeededRandom(seed))
-        self.relay = OutboxRelay(self.estate.apart, self.engine.admit)
+        self.tenant_services = TenantServices(store, clock, pools, open_database, around=around)
+        self.engine = Engine(
+            self.tenant_services.store, rules=Rules(**rules), clock=clock, chance=SeededRandom(seed)
+        )
+        self.relay = OutboxRelay(self.tenant_services.apart, self.engine.admit)
         self._polls = itertools.count(1)
         self._seed = seed
 
@@ -60,7 +62,7 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         await self.engine.close()
-        await self.estate.close()
+        await self.tenant_services.close()
 
     async def tenant(
         self,
@@ -71,9 +73,11 @@ class Fleet:
         pool: str = "first",
         **more: Any,
     ) -> Tenant:
-        made = await self.estate.tenants.create(Tenant(tenant, pool, self.clock.now(), price=price, **more))
-        database = await self.estate.pools.get(pool)
-        await database.begin_book(tenant)
+        made = await self.tenant_services.tenants.create(
+            Tenant(tenant, pool, self.clock.now(), price=price, **more)
+        )
+        database = await self.tenant_services.pools.get(pool)
+        await database.create_account(tenant)
         if granted:
             given = accounting.grant("first", tenant, granted, self.clock.now())
             await database.grant(given, accounting.posting_of(given))
@@ -103,16 +107,16 @@ class Fleet:
         await self.engine.fail(FailureReport(leased.ref, Failure(kind, "it broke")))
 
     async def account(self, tenant: TenantId = ACME) -> Account:
-        home = await self.estate.homes.of(tenant)
+        home = await self.tenant_services.homes.of(tenant)
         assert home is not None
         return await home.database.account(tenant)
 
     async def check(self, *tenants: TenantId) -> None:
         """Every book is right, and nothing is left between the databases."""
         for tenant in tenants or (ACME,):
-            home = await self.estate.homes.of(tenant)
+            home = await self.tenant_services.homes.of(tenant)
             assert home is not None
-            assert accounting.problems(await home.database.book(tenant)) == []
+            assert accounting.problems(await home.database.ledger(tenant)) == []
         assert await self.central.unsettled(10) == []
 
 
