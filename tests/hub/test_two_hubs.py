@@ -256,7 +256,7 @@ async def test_the_runs_of_a_worker_that_has_redis_alone_are_watched_at_once(
     hubs: Hubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it does is heard of, and not found by a look: nobody looks here."""
-    monkeypatch.setattr("comfyfleet.engine.peers.Follower._look", _never)
+    monkeypatch.setattr("comfyfleet.engine.peers.RemoteFactPoller._look", _never)
     store = hubs.b.engine.store
     assert isinstance(store, RedisStore)
     await register(hubs.b)

@@ -312,7 +312,7 @@ async def test_a_call_that_is_given_up_twice_leaves_no_connection_open(
         monkeypatch.setattr(opened[0], "rollback", never)
         await never()
 
-    monkeypatch.setattr(postgres_connections, "connect", remembered)
+    monkeypatch.setattr(connections, "connect", remembered)
     call = asyncio.ensure_future(connections.transact(work))
     for _ in range(2):
         await begun.wait()
