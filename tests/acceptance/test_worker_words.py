@@ -55,5 +55,5 @@ async def test_a_worker_that_cannot_work_says_why_and_not_that_it_works(tmp_path
 async def test_a_worker_without_a_key_says_how_it_gets_one(tmp_path: Path, transport: str) -> None:
     async with running_hub() as rig, FakeComfyUI() as fake:
         lines = await said(tmp_path, rig.url, None, fake.url, "gpu: offline", "--transport", transport)
-        assert f"the hub at {rig.url} wants a key" in lines[-1]
+        assert f"the hub at {rig.url} requires a key" in lines[-1]
         assert "`comfyfleet key invite`" in lines[-1] and "--enrol" in lines[-1]

@@ -225,7 +225,7 @@ async def test_a_wrong_key_is_refused_and_a_server_that_knows_no_agents_is_a_fau
             await api.poll(Poll(GPU, PollId("1"), 0))
         assert refused.value.code is RefusalCode.UNAUTHENTICATED
     async with WebSocketWorkerApi(rig.url + "/elsewhere", rig.keys[Role.WORKER]) as api:
-        with pytest.raises(Fault, match="opens no WebSocket"):
+        with pytest.raises(Fault, match="refused the WebSocket"):
             await api.poll(Poll(GPU, PollId("1"), 0))
 
 

@@ -159,7 +159,7 @@ async def test_what_cannot_be_removed_is_told_and_the_job_has_completed(
         for _ in range(2):
             answer, _ = await stage.run(submission(workflow=picture()))
             assert answer["status"] == "completed"
-    assert "stays there" in caplog.text and "not yours" in caplog.text
+    assert "cannot remove the files" in caplog.text and "not yours" in caplog.text
 
 
 def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ async def test_a_trace_is_carried_from_the_caller_to_the_attempt_and_back(
     attempt = job["history"][0]["id"]
     for logger, message in [
         ("comfyfleet.hub.workers", "leased to gpu-a"),
-        ("comfyfleet.worker.agent", "comfyui runs it"),
-        ("comfyfleet.worker.agent", "it is over"),
+        ("comfyfleet.worker.agent", "comfyui starts the job"),
+        ("comfyfleet.worker.agent", "the job has ended"),
         ("comfyfleet.hub.workers", "completed"),
     ]:
         line = told[logger, message]

@@ -103,7 +103,7 @@ def test_two_processes_of_one_name_do_not_share_it(tmp_path: Path, caplog: pytes
     assert name is not None and none is None, (
         "a server that knew both by one name would tell one of them alone"
     )
-    assert "a name of its own" in caplog.text
+    assert "give every worker its own name" in caplog.text
     begin(second, "b")
     other = opened(tmp_path, "gpu-b")
     for journal in (first, second, other):
@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_written_costs_no_job(
     journal = Journal(tmp_path / "file" / "journal", WORKER)
     with caplog.at_level(logging.WARNING):
         assert journal.open() == ()
-    assert "keeps no journal" in caplog.text
+    assert "cannot write its journal" in caplog.text
     journal.end(begin(journal, "a").ref)
     journal.close()
 

@@ -33,8 +33,8 @@ async def test_polls_without_an_answer_are_one_line_and_their_end_is_another(
         api.give(leased_job())
         await until(lambda: len(told(caplog)) == 2)
     away, back = told(caplog)
-    assert away == f"worker {WORKER} gets no jobs for now and tries on: the hub did not answer"
-    assert back.startswith(f"worker {WORKER} is answered again, after 0 s")
+    assert away == f"worker {WORKER} gets no jobs for now and tries again: the hub did not answer"
+    assert back.startswith(f"worker {WORKER}: the hub answers again after 0 s")
 
 
 async def test_a_registration_that_fails_over_and_over_is_one_sentence(
@@ -46,9 +46,9 @@ async def test_a_registration_that_fails_over_and_over_is_one_sentence(
     async with running(api, SimulatedConnector()) as agent:
         await until(lambda: agent.state.status is AgentStatus.ONLINE)
     away, refused, back = told(caplog)
-    assert away.endswith("gets no jobs for now and tries on: away")
-    assert refused.endswith("is refused and tries on: this key is for another worker")
-    assert "answered again" in back
+    assert away.endswith("gets no jobs for now and tries again: away")
+    assert refused.endswith("is refused and tries again: this key is for another worker")
+    assert "the hub answers again" in back
 
 
 async def test_a_hub_that_is_stopping_is_gone_once_though_it_answers_some_calls(
@@ -67,8 +67,8 @@ async def test_a_hub_that_is_stopping_is_gone_once_though_it_answers_some_calls(
         await until(lambda: len(told(caplog)) >= 2)
         assert len(api.named("register")) == 2
     away, back = told(caplog)
-    assert away.endswith("gets no jobs for now and tries on: the hub is stopping; try again")
-    assert "answered again" in back
+    assert away.endswith("gets no jobs for now and tries again: the hub is stopping; try again")
+    assert "the hub answers again" in back
 
 
 async def test_all_slots_and_a_real_hub_that_is_started_anew_are_two_lines(
@@ -92,4 +92,4 @@ async def test_all_slots_and_a_real_hub_that_is_started_anew_are_two_lines(
         await api.__aexit__(None, None, None)
     away, back = told(caplog)
     assert "gets no jobs for now" in away
-    assert "is answered again" in back
+    assert "the hub answers again" in back

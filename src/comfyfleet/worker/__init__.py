@@ -1,1 +1,1 @@
-"""Agents: poll, run, report, drain. No store and no engine is known here."""
+"""Agents: they poll, run jobs, report and drain. This package uses no store and no engine."""

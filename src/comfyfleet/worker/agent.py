@@ -1,8 +1,7 @@
-"""The program that polls, runs, reports and drains, for one worker with its services and slots.
+"""The agent of one worker: it polls, runs jobs on its servers, reports their ends and drains.
 
-It knows `WorkerApi` and `Connector`s alone, so it is the same in a pool, behind a hub and directly on a
-store. One lease is `attempt.py`'s, polling `slots.py`'s, heartbeats `heartbeat.py`'s, news
-`progress_sender.py`'s, health `servers.py`'s, and what is offered `registration.py`'s.
+It uses only `WorkerApi` and `Connector`, so pools, hubs' workers and direct workers share it. `attempt.py`
+runs one lease, `slots.py` polls, `heartbeat.py` confirms leases, `servers.py` checks servers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["Agent", "AgentSettings", "AgentState", "AgentStatus"]
 _log = logging.getLogger(__name__)
 
 _MAX_UNREPORTED = 100
-"""So many ends of jobs wait to be taken while their slots go on; each has a result in memory."""
+"""Each unreported end keeps a result in memory while its slot goes on."""
 _SOMETHING_IS_MISSING = frozenset({FailureKind.MISSING_MODEL, FailureKind.MISSING_NODE})
 _SERVER_MAY_BE_GONE = frozenset(
     {
@@ -72,7 +71,7 @@ class Agent:
         self._by_service = {server.name: server for server in self._servers}
         if not connectors or len(self._by_service) != len(connectors):
             raise ValueError(
-                "An agent needs one connector for each service, each with a name of its own; got: "
+                "An agent needs one connector for each service, with different names; got: "
                 + (", ".join(server.name for server in self._servers) or "none")
             )
         self._progress = ProgressSender(api, self._settings, self._obey)
@@ -96,10 +95,10 @@ class Agent:
             self._outage,
         )
         self._begun: list[StartedAttempt] = []
-        """What the journal knew at the start, until a slot asks for it."""
+        """Attempts that the journal lists as started, until a slot polls for them."""
         self._runs: dict[LeaseRef, AttemptRun] = {}
         self._unreported: set[AttemptRun] = set()
-        """Those whose jobs are over, and whose end nobody takes yet, as while a tenant's database is away."""
+        """Runs that have ended and whose reports the hub does not take yet."""
         self._all_reported = asyncio.Event()
         self._all_reported.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,7 +113,7 @@ class Agent:
 
         self._drained = asyncio.Event()
 
-    # life
+    # start and stop
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -126,7 +125,7 @@ class Agent:
         await self.stop()
 
     async def start(self) -> None:
-        """Returns at once; a server that is down is waited for in the background."""
+        """Returns at once. The agent waits in the background for servers that are down."""
         assert not self._tasks and self._ending is None, "an agent is started once"
         for server in self._servers:
             if isinstance(server.connector, ReportsConnection):
@@ -146,17 +145,16 @@ class Agent:
             self._own(self._keep_going(self._slots.run_one))
 
     async def first_verdict(self) -> AgentState:
-        """Waits until the servers were asked once; then the agent is online, or offline and trying."""
+        """Waits for the first check of all servers."""
         await self._first_verdict.wait()
         return self.state
 
     async def refresh(self) -> None:
-        """Looks at once what the servers have, and registers again, changed or not: whoever asks has a reason."""
+        """Reads the inventories now and registers again, even if nothing changed."""
         if self._registration.offer is not None:
             await self._registration.look(is_asked=True)
 
     async def _refresh_when_asked(self) -> None:
-        """However often it is asked meanwhile, one more look is enough."""
         while True:
             await self._refresh_now.wait()
             self._refresh_now.clear()
@@ -166,30 +164,30 @@ class Agent:
                 self._outage.miss(error)
 
     async def drain(self, reason: str = "drain") -> None:
-        """Takes nothing new, finishes what runs or gives it back after the grace, and leaves."""
+        """Takes no new jobs, finishes those that run or gives them back after the grace, and unregisters."""
         assert self._tasks or self._ending, "an agent is drained after its start"
         if not self._is_draining:
             self._leave(reason)
-            # Owned by the agent: a caller that stops waiting does not stop the drain.
+            # The agent owns the task: a caller that stops waiting does not stop the drain.
             self._own(self._drain())
         await self._drained.wait()
 
     async def drained(self) -> None:
-        """Returns when it has left after a drain, whoever asked for that."""
+        """Returns when a drain has ended, whoever started it."""
         await self._drained.wait()
 
     async def _drain(self) -> None:
         settings = self._settings
         if not await self._is_quiet_within(settings.drain_grace_s):
             self._stop_runs()
-            # As long as it takes to stop a run and to tell of it. What is not over then is torn off by `stop`.
+            # Long enough to stop a run and to report it. `stop` tears off runs that are still not over.
             longest_s = settings.cancel_timeout_s + settings.cancel_settle_s + settings.stop_grace_s
             await self._is_quiet_within(longest_s)
         await self._registration.end("drain")
         self._drained.set()
 
     async def stop(self) -> None:
-        """Stops at once: what runs is cancelled and given back. Can be called twice, and by several."""
+        """Cancels all runs and gives them back. Can be called twice, and by several callers."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
         await asyncio.shield(self._ending)
@@ -203,7 +201,7 @@ class Agent:
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
-            # A connector may swallow a cancellation; then it gets another.
+            # A connector may swallow a cancellation; then it gets another one.
             await asyncio.wait(self._tasks, timeout=self._settings.stop_grace_s)
         await self._registration.end("stopped")
         for server in self._servers:
@@ -233,14 +231,14 @@ class Agent:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _keep_going(self, duty: Callable[[], Awaitable[None]]) -> None:
-        """A duty ends with its agent. One that fell to a defect is noted and taken up again."""
+    async def _keep_going(self, loop: Callable[[], Awaitable[None]]) -> None:
+        """Restarts a background loop that failed through a defect."""
         backoff = Backoff(self._settings)
         while True:
             try:
-                await duty()
+                await loop()
             except Exception:
-                _log.exception("worker %s: a duty failed and starts again", self.worker_id)
+                _log.exception("worker %s: a background loop failed and starts again", self.worker_id)
             await asyncio.sleep(backoff.next_s())
 
     # leases
@@ -250,7 +248,7 @@ class Agent:
         if server is None or not server.is_up or self._is_draining:
             await self._decline(job)
             if server is None and self._journal is not None:
-                # Begun when this worker had that service; it is nothing to ask for at each start.
+                # The worker had this service when it began the attempt. It must not ask again at each start.
                 self._journal.end(job.ref)
             return
         run = AttemptRun(job, server.connector, self._api, self._progress, self._settings)
@@ -261,7 +259,7 @@ class Agent:
         run.may_wait_elsewhere = len(self._unreported) < _MAX_UNREPORTED
         failure = await self._followed(run, run.run)
         if run.is_unreported:
-            # Its slot goes on. The lease is confirmed, and the journal knows of it, until somebody takes the report.
+            # The slot goes on. The agent confirms the lease until the hub takes the report.
             self._unreported.add(run)
             self._all_reported.clear()
             self._own(self._report(run))
@@ -288,29 +286,30 @@ class Agent:
     async def _followed(
         self, run: AttemptRun, work: Callable[[], Awaitable[Failure | None]]
     ) -> Failure | None:
-        """With its log, and with its end in the journal, once it was reported."""
+        """Logs the work and writes its end into the journal once it is reported."""
         job, is_over = run.job, False
         trace = {"traceparent": job.traceparent} if job.traceparent is not None else {}
         try:
             with about(worker_id=self.worker_id, job_id=job.job_id, attempt_id=job.attempt_id, **trace):
                 if not run.is_unreported:
-                    _log.info("%s runs it", job.service)
+                    _log.info("%s starts the job", job.service)
                 failure = await work()
                 if is_over := not run.is_unreported:
                     _log.info(
-                        "it is over%s", "" if failure is None else f": {failure.kind}: {failure.message}"
+                        "the job has ended%s",
+                        "" if failure is None else f": {failure.kind}: {failure.message}",
                     )
         finally:
             if not run.is_unreported or run in self._unreported:
                 self._heart.remove(run)
                 del self._runs[job.ref]
-        # Not of a run that was torn off, or not reported: the next start looks what became of it.
+        # A run that was torn off or not reported stays in the journal: the next start asks the hub about it.
         if is_over and self._journal is not None and run.is_known_over:
             self._journal.end(job.ref)
         return failure
 
     def _next_begun(self) -> StartedAttempt | None:
-        """Once its server is there: until then it can be neither gone on with nor stopped."""
+        """Skips servers that are down: they can neither resume nor stop an attempt."""
         for place, begun in enumerate(self._begun):
             server = self._by_service.get(begun.service)
             if server is None or server.is_up:
@@ -324,7 +323,7 @@ class Agent:
             self._journal.end(begun.ref)
 
     async def _make_sure(self, server: MonitoredServer) -> None:
-        """Ends with a verdict, before the next poll: a dead server must not fail one job after the other."""
+        """Returns once the server is certainly up or down: a dead server must not fail job after job."""
         backoff = Backoff(self._settings)
         await server.check()
         while server.is_up and server.missed and not self._is_draining:
@@ -336,14 +335,14 @@ class Agent:
         try:
             await self._api.release(Release(job.ref, "drain" if self._is_draining else "declined"))
         except Exception as error:
-            # Never acknowledged, it goes back by itself.
+            # A lease that the agent never acknowledges returns to the queue by itself.
             _log.info("worker %s: a lease could not be declined: %r", self.worker_id, error)
 
     def _stop_runs(self) -> None:
         for run in list(self._runs.values()):
             run.stop(StopReason.DRAIN)
 
-    # what the other side tells
+    # replies and commands from the hub
 
     def _beat(self, beat: HeartbeatReply) -> None:
         self._obey(beat)
@@ -367,17 +366,17 @@ class Agent:
                         run.stop(reason)
             case "pause":
                 self._is_paused = True
-                self._update(command.reason or "paused from outside")
+                self._update(command.reason or "paused by an operator")
             case "resume":
                 self._is_paused = False
                 self._update(command.reason or "resumed")
             case "refresh":
                 self._refresh_now.set()
             case "drain" if self._is_draining:
-                # With every heartbeat it is told again.
+                # The hub repeats it with every heartbeat.
                 pass
             case "drain":
-                self._own(self.drain(command.reason or "told to drain"))
+                self._own(self.drain(command.reason or "drained by an operator"))
             case _:
                 assert_never(command.action)
 
@@ -388,12 +387,12 @@ class Agent:
     # servers
 
     def _connection_hint(self, server: MonitoredServer, is_connected: bool) -> None:
-        # Away for a moment, it may have been started anew and have other models.
+        # A server that was away for a moment may have restarted with other models.
         server.wants_look = server.wants_look or is_connected
         self._tend_now.set()
 
     def _lost(self) -> None:
-        """A server fell, whoever noticed. The gate closes at once; saying so to the other side may take a while."""
+        """Polls stop at once; telling the hub may take a while."""
         self._disconnects += 1
         self._tend_now.set()
         self._update()
@@ -416,7 +415,7 @@ class Agent:
                     await self._tend_now.wait()
 
     async def _turn(self, backoff: Backoff) -> float:
-        """Looks after the servers once. Answers when to look again."""
+        """Checks the servers once. Returns the seconds until the next check."""
         if self._is_draining:
             return self._settings.health_interval_s
         await check_all(self._servers)
@@ -441,7 +440,7 @@ class Agent:
         return min(self._settings.health_interval_s, *ends, *looks)
 
     def _renewed(self) -> None:
-        # Parked under the old capabilities, polls are asked again under the new.
+        # Parked polls belong to the old capabilities; the slots ask again under the new ones.
         self._slots.recall()
 
     async def _take_back(self) -> None:
@@ -451,11 +450,11 @@ class Agent:
     # state
 
     def _update(self, reason: str = "") -> None:
-        """Brings gate, parked polls and status in line with what is true now."""
+        """Opens or closes the slots and sets the status, by what is true now."""
         now = asyncio.get_running_loop().time()
         offered = self._registration.offered
         is_registered = any(server.is_usable(now) for server in offered)
-        # A job for a server that cannot be used would only be declined, again and again.
+        # The agent would only decline jobs for a server that is down, again and again.
         is_offer_true = is_registered and all(server.is_usable(now) for server in offered)
         self._heart.is_registered = is_registered
         self._commands.set_registered(is_registered)
@@ -467,7 +466,7 @@ class Agent:
         if self._is_draining:
             self._tell(AgentStatus.DRAINING, reason)
         elif not is_registered and any(server.is_up for server in self._servers):
-            self._tell(AgentStatus.RECONNECTING, "The server answers again; its grace is not over")
+            self._tell(AgentStatus.RECONNECTING, "The server answers again; its grace period is not over")
         elif not is_registered:
             self._tell(AgentStatus.OFFLINE, down)
         elif self._is_paused:
@@ -476,7 +475,7 @@ class Agent:
             self._tell(AgentStatus.ONLINE, reason or down)
 
     def _tell(self, status: AgentStatus, reason: str) -> None:
-        # Why a server cannot be used may change while it cannot.
+        # The reason may change while the status stays offline.
         is_same = status is self.state.status and (
             status is not AgentStatus.OFFLINE or reason == self.state.reason
         )
@@ -487,4 +486,4 @@ class Agent:
             try:
                 self._on_state(self.state)
             except Exception:
-                _log.exception("worker %s: the listener to its state failed", self.worker_id)
+                _log.exception("worker %s: the on_state callback failed", self.worker_id)

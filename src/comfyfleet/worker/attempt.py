@@ -1,7 +1,6 @@
-"""One lease from its receipt to its report: run the job on its service, tell how it ended, stop it when told to.
+"""One lease from its receipt to its report: runs the job, reports how it ended, and stops it on request.
 
-The connector knows how a job runs, the hub what follows from an end; what lies between is here. Heartbeats are
-`heartbeat.py`'s and the sending of news `progress_sender.py`'s.
+The connector knows how a job runs; the hub decides what follows. `heartbeat.py` confirms the lease.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 ReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
 
-# What may have hit the way to the server rather than the run on it.
+# At these timeouts the connector has already tried to stop the run.
 _STOPPED_BY_CONNECTOR = frozenset({FailureKind.START_TIMEOUT, FailureKind.STALL_TIMEOUT})
+# These may come from the connection to the server, not from the run on it.
 _MAY_HAVE_FINISHED = frozenset(
     {
         FailureKind.TRANSIENT,
@@ -50,11 +50,11 @@ _LEASE_IS_OVER = frozenset({RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, Refus
 
 
 class _NotTaken(Exception):
-    """A report was not taken, and is to be repeated where it keeps no slot."""
+    """The hub did not take a report. The agent repeats it outside the slot."""
 
 
 class StopReason(Enum):
-    """Why a run is stopped, with what the lease is given back as. None: there is no lease to give back."""
+    """Why a run is stopped."""
 
     CANCELLED = "cancelled"
     RETRY = "retry"
@@ -64,6 +64,7 @@ class StopReason(Enum):
 
     @property
     def release(self) -> ReleaseReason | None:
+        """The reason with which the lease is given back. None: the lease is gone already."""
         match self:
             case StopReason.CANCELLED:
                 return "cancelled"
@@ -76,7 +77,7 @@ class StopReason(Enum):
 
 
 class AttemptRun:
-    """The job runs in the task that calls `run`: a job that ends at once costs no task, timer or future."""
+    """Runs the job in the task that calls `run`: a short job costs no task, timer or future."""
 
     __slots__ = (
         "_api",
@@ -119,41 +120,40 @@ class AttemptRun:
         self._progress = progress
         self._settings = settings
         self._started_at: float | None = None
-        """When the service began to execute: what it kept in its own queue before says nothing of the job."""
+        """When the service began to execute. Time in the service's own queue is not run time."""
         self._outbox: ProgressBuffer | None = None
         self._runner: asyncio.Task[object] | None = None
-        """The task to tear off; set only while the service runs the job."""
+        """Set only while the service runs the job."""
         self._stop_reason: StopReason | None = None
         self._interrupter: asyncio.Task[None] | None = None
         self._left: asyncio.Event | None = None
         self._is_torn_off = False
         self._is_occupied = False
-        """The service did not come to the job: that is nobody's failure."""
+        """The service was busy with other work: the lease is declined, and no failure is reported."""
         self._last_try_at: float | None = None
-        """Set when the agent leaves."""
+        """Set when the agent drains or stops."""
         self._hurry: asyncio.Event | None = None
         self.is_known_over = True
-        """False: the agent left before its end could be reported; the next start may still do so."""
+        """False: the agent stopped before it could report the end. The next start may still report it."""
         self.may_wait_elsewhere = False
-        """Whether `run` may end before the end of the job is reported, where nobody takes the report at once."""
+        """Whether `run` may return before the hub has taken the report."""
         self._end: Callable[[], Awaitable[Failure | None]] | None = None
 
     @property
     def is_unreported(self) -> bool:
-        """The job is over, and its end is to be told by `report`. The lease must be confirmed until then."""
+        """The job has ended, and `report` must still tell the hub. The lease needs heartbeats until then."""
         return self._end is not None
 
     async def report(self) -> Failure | None:
-        """After `run`, where its end was not taken."""
+        """Repeats the report that the hub did not take during `run`."""
         end, self.may_wait_elsewhere = self._end, False
-        assert end is not None, "what was reported is over"
+        assert end is not None, "this run is already reported"
         failure = await end()
         self._end = None
         return failure
 
     async def run(self) -> Failure | None:
-        """Ends when nothing is left to do for the lease, or `is_unreported`. Answers the failure there was, reported or
-        given back."""
+        """Returns the job's failure, if any, when the lease needs nothing more or when `is_unreported`."""
         try:
             if (refused := _mismatch(self.job)) is not None:
                 _log.error("%s", refused.message)
@@ -183,8 +183,8 @@ class AttemptRun:
                 await asyncio.wait({self._interrupter})
 
     def stop(self, reason: StopReason) -> None:
-        """Stops the run. Once its end is being reported it is too late: whichever commits first wins. With a drain the
-        agent leaves: a report that is not answered is not repeated for long."""
+        """Stops the run. A report under way goes on: whichever commits first wins. After a drain the run
+        repeats an unanswered report only for the stop grace."""
         if reason is StopReason.DRAIN and self._last_try_at is None:
             self._last_try_at = asyncio.get_running_loop().time() + self._settings.stop_grace_s
             if self._hurry is not None:
@@ -200,10 +200,10 @@ class AttemptRun:
     def abandon(self) -> None:
         self.stop(StopReason.ABANDONED)
 
-    # the run
+    # run
 
     async def _process(self) -> JobResult | Failure | None:
-        """None: the run was torn off, or told to stop before it began."""
+        """None: the run was torn off, or stopped before it began."""
         runner = self._runner = asyncio.current_task()
         assert runner is not None
         try:
@@ -216,7 +216,7 @@ class AttemptRun:
         except asyncio.CancelledError as error:
             if runner.cancelling() > self._is_torn_off:
                 raise
-            # With nobody to have cancelled us, the connector let its own cancellation escape.
+            # Nobody cancelled this task, so the connector let its own cancellation escape.
             return None if self._is_torn_off else _unexpected(error)
         except Exception as error:
             return _unexpected(error)
@@ -267,7 +267,7 @@ class AttemptRun:
             _log.warning("%s could not stop %s: %r", self.job.service, self.ref.attempt_id, error)
 
     async def _reconcile(self, failure: Failure) -> JobResult | Failure:
-        """The failure may be ours alone: ask the service what became of the attempt before it is run again."""
+        """Asks the service how the attempt ended: the failure may be only in the connection to it."""
         try:
             async with asyncio.timeout(self._settings.reconcile_timeout_s):
                 found = await self._connector.reconcile(self.job)
@@ -275,19 +275,19 @@ class AttemptRun:
             return failure
         if found.result is not None:
             return found.result
-        # At its own timeouts a connector has tried to stop the run already; insisting would only keep the job waiting.
+        # The connector has tried to stop the run already; a second try would only delay the retry.
         if found.state in ("waiting", "running") and failure.kind not in _STOPPED_BY_CONNECTOR:
             await self._cancel_on_service()
         return failure
 
-    # its end
+    # end
 
     async def _give_back(self, outcome: JobResult | Failure | None, seconds: float) -> Failure | None:
         assert self._stop_reason is not None
         if self._interrupter is not None:
             await self._interrupter
         if self._is_torn_off:
-            # Torn off in the middle of handing the job over, it may have arrived after the first cancel.
+            # The run was torn off while it submitted the job, which may have arrived after the first cancel.
             await self._cancel_on_service()
         if self._stop_reason is StopReason.DRAIN and isinstance(outcome, JobResult):
             outcome = await self._kept(outcome)
@@ -300,7 +300,7 @@ class AttemptRun:
         return None
 
     async def _kept(self, result: JobResult) -> JobResult | Failure:
-        """With its files where the caller can have them, if the hub keeps any; the lease is renewed meanwhile."""
+        """Uploads the output files, if the hub stores files. Heartbeats renew the lease meanwhile."""
         if not isinstance(self._api, OutputReceiver) or not isinstance(self._connector, OutputSource):
             return result
         if not result.files:
@@ -312,7 +312,7 @@ class AttemptRun:
         return msgspec.structs.replace(result, files=tuple(files))
 
     async def _keep(self, file: OutputFile) -> OutputFile:
-        """With the hub's name for it. Raises `ServiceFailed`."""
+        """Uploads one file and returns it with its id at the hub. Raises `ServiceFailed`."""
         assert isinstance(self._api, OutputReceiver) and isinstance(self._connector, OutputSource)
         patience = TransferRetry(self._settings, lambda: self.confirmed_at)
         while True:
@@ -322,8 +322,8 @@ class AttemptRun:
             except Exception as error:
                 is_refused = isinstance(error, Refusal) and error.code is RefusalCode.TOO_LARGE
                 if is_refused or isinstance(error, FileTooLarge):
-                    # The work is done: better a file on its server alone than none.
-                    _log.warning("%s stays on its server: %s", file.filename, error)
+                    # The work is done: a file that only its server has is better than none.
+                    _log.warning("%s is not uploaded and stays on its server: %s", file.filename, error)
                     return file
                 is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_OVER
                 is_lost = self._stop_reason is not None and self._stop_reason.release is None
@@ -353,9 +353,9 @@ class AttemptRun:
             await tidy_up(self._connector, self.job, result)
         if not isinstance(answer, Refusal) or answer.code in _LEASE_IS_OVER:
             return None
-        # Unreported, the job would run again and end the same way.
+        # Without a report the job would run again and end the same way.
         return await self._fail(
-            Failure(FailureKind.UNKNOWN, f"The result was refused ({answer.code}): {answer.message}"),
+            Failure(FailureKind.UNKNOWN, f"The hub refused the result ({answer.code}): {answer.message}"),
             seconds,
         )
 
@@ -375,7 +375,7 @@ class AttemptRun:
             await self._progress.flush(self._outbox)
 
     async def _report(self, call: Callable[[], Awaitable[ReportReply]]) -> ReportReply | Refusal | None:
-        """Repeats a report through faults until it is answered or the lease is over (None). Reports are idempotent."""
+        """Repeats an idempotent report until it is answered. None: the lease is over."""
         backoff: Backoff | None = None
         last: Exception | None = None
         while True:
@@ -389,12 +389,10 @@ class AttemptRun:
                 if not is_worth_a_retry(error):
                     assert isinstance(error, Refusal)
                     if error.code not in _LEASE_IS_OVER:
-                        _log.warning("the end of %s was refused: %s", self.ref.attempt_id, error)
+                        _log.warning("the hub refused the report of %s: %s", self.ref.attempt_id, error)
                     return error
                 if self.may_wait_elsewhere and self._stop_reason is None:
-                    _log.info(
-                        "the end of %s is not taken, and told again later: %s", self.ref.attempt_id, error
-                    )
+                    _log.info("the hub did not take the report of %s yet: %s", self.ref.attempt_id, error)
                     raise _NotTaken from error
                 if backoff is None:
                     backoff = Backoff(self._settings)
@@ -416,17 +414,16 @@ class AttemptRun:
 
     def _log_unreported(self, cause: object) -> None:
         _log.warning(
-            "the end of %s could not be reported; its lease runs out, and the job is given to another worker: %s",
+            "the end of %s could not be reported; its lease expires, and another worker gets the job: %s",
             self.ref.attempt_id,
             cause,
         )
 
     def _is_late(self) -> bool:
-        """Whether the agent should have left by now."""
         return self._last_try_at is not None and asyncio.get_running_loop().time() >= self._last_try_at
 
     async def _pause(self, pause_s: float) -> None:
-        """Cut short when the agent leaves: then there is one more try."""
+        """A stop of the agent ends the pause, so that one more try follows."""
         if self._last_try_at is not None:
             await asyncio.sleep(min(pause_s, self._last_try_at - asyncio.get_running_loop().time()))
             return
@@ -438,7 +435,7 @@ class AttemptRun:
 
 
 def _mismatch(job: LeasedJob) -> Failure | None:
-    """Why nothing of this lease may run. A hub of an older version sends no digest, and then there is none."""
+    """Compares the payload with the lease's digest. Hubs of older versions send no digest."""
     if job.payload_sha256 is None or (found := leased_sha256(job).hex()) == job.payload_sha256:
         return None
     return Failure(

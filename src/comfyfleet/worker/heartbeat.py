@@ -1,10 +1,6 @@
-"""The heartbeat of an agent: one call for all its leases, and a watch on those that nobody confirms any more.
+"""Confirms an agent's leases in one heartbeat call, abandons unconfirmed ones, and fetches commands.
 
-It knows when a lease must be confirmed and when its run must be given up; what the runs do about it is theirs.
-
-Listens for commands on a call of its own, so that they are heard at once and not with the next heartbeat.
-
-A convenience that may fail: whatever is missed here comes with a heartbeat. What a command means is the agent's.
+`CommandListener` only makes commands faster: each heartbeat also brings them. `agent.py` carries them out.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from comfyfleet.worker.slots import Outage
 
 
 class HeldLease(Protocol):
-    """A lease under way, as its heartbeat sees it. Times are the event loop's, which never goes back."""
+    """A lease that needs heartbeats. Times are the event loop's."""
 
     ref: LeaseRef
     ttl_s: float
@@ -55,10 +51,10 @@ class HeartbeatLoop:
         self._beat_timer: asyncio.TimerHandle | None = None
         self._watch_timer: asyncio.TimerHandle | None = None
         self.is_registered = False
-        """Whether somebody expects heartbeats while nothing is held."""
+        """Whether the hub expects heartbeats while no lease is held."""
 
     def add(self, held: HeldLease) -> None:
-        """From now on the lease is confirmed; at once for the first time, which acknowledges its receipt."""
+        """Confirms the lease from now on. The first heartbeat follows at once and acknowledges it."""
         self._held[held.ref] = held
         self._unacknowledged[held.ref] = None
         self._wake.set()
@@ -67,7 +63,6 @@ class HeartbeatLoop:
             self._watch_at(abandon_at)
 
     def beat_soon(self) -> None:
-        """The next heartbeat is due now."""
         if self._beat_timer is not None:
             self._beat_timer.cancel()
             self._ring()
@@ -77,7 +72,6 @@ class HeartbeatLoop:
         self._unacknowledged.pop(held.ref, None)
 
     async def run(self) -> None:
-        """Beats, for ever."""
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._settings)
         self._beat_at(loop.time() + self._interval_s())
@@ -119,7 +113,7 @@ class HeartbeatLoop:
         for ref in beat.alive:
             self._unacknowledged.pop(ref, None)
             if (held := self._held.get(ref)) is not None:
-                # Counted from when we asked: the lease was extended at that moment or later.
+                # Counted from the request: the hub extended the lease at that moment or later.
                 held.confirmed_at = max(held.confirmed_at, sent_at)
                 held.ttl_s = beat.ttl_s
         for ref in beat.lost:
@@ -131,7 +125,7 @@ class HeartbeatLoop:
         return min((held.ttl_s for held in self._held.values()), default=None)
 
     def _timeout_s(self) -> float:
-        # A beat that hangs must leave room for another before the lease is given up.
+        # A heartbeat that hangs must leave time for another one before the run is abandoned.
         shortest = self._shortest_s()
         longest = self._settings.heartbeat_timeout_s
         return longest if shortest is None else min(longest, shortest * self._settings.abandon_share / 3)
@@ -144,9 +138,9 @@ class HeartbeatLoop:
         return interval * (1 + self._settings.heartbeat_jitter * (2 * random.random() - 1))
 
     def _is_late(self) -> bool:
-        """Whether the next beat was set when leases were longer, or nothing was held."""
+        """Whether the next heartbeat was scheduled for longer leases, or for none."""
         if self._beat_timer is None:
-            # It rang during the last beat: the next one is on its way, and for all leases.
+            # The timer fired during the last heartbeat: the next one follows now, for all leases.
             return False
         shortest = self._shortest_s()
         if shortest is None:
@@ -171,7 +165,7 @@ class HeartbeatLoop:
     def _watch(self) -> None:
         if self._watch_timer is not None:
             self._watch_timer.cancel()
-        # One timer for all leases, set again only when it fires: a lease that ends soon costs no timer of its own.
+        # One timer for all leases, set again only when it fires: a short lease needs no timer.
         self._watch_timer = None
         now = asyncio.get_running_loop().time()
         soonest: float | None = None
@@ -194,7 +188,7 @@ class CommandListener:
         obey: Callable[[Command], None],
         on_call: Callable[[], None],
     ) -> None:
-        """`on_call`: the other side answered early and without a command: a heartbeat has something new."""
+        """`on_call`: the hub answered early without a command, so a heartbeat will bring something new."""
         self._api = api
         self._worker_id = worker_id
         self._settings = settings
@@ -203,14 +197,13 @@ class CommandListener:
         self._is_registered = asyncio.Event()
 
     def set_registered(self, is_registered: bool) -> None:
-        """Only a registered worker has somebody to listen to."""
+        """Hubs send commands only to registered workers."""
         if is_registered:
             self._is_registered.set()
         else:
             self._is_registered.clear()
 
     async def run(self) -> None:
-        """Listens, for ever."""
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._settings)
         while True:
@@ -220,7 +213,7 @@ class CommandListener:
             try:
                 commands = await self._api.commands(self._worker_id, self._settings.command_wait_s)
             except Exception:
-                # The heartbeat meets the same trouble and does what is to be done about it.
+                # The heartbeat meets the same error and handles it.
                 await asyncio.sleep(backoff.next_s())
                 continue
             for command in commands:
@@ -230,5 +223,5 @@ class CommandListener:
             if commands or loop.time() - asked_at >= self._settings.command_wait_s / 2:
                 backoff.reset()
             if loop.time() - asked_at < self._settings.backoff_base_s:
-                # One that answers without parking, or says the same again and again, must not make us spin.
+                # A hub that answers at once, or repeats itself, must not keep this loop busy.
                 await asyncio.sleep(backoff.next_s())

@@ -1,12 +1,7 @@
-"""What a job brings, before its run: each file fetched to this machine's disk and compared with what was promised.
+"""The files of a job at a worker: inputs before its run, and cleaning up after it.
 
-How a server takes it in is the connector's. A file that is gone or
-altered is nobody's but the caller's to replace; a hub that cannot be reached is tried again, then another attempt may.
-
-What an attempt left on its service, once the hub has taken its end: removed by connectors that are set up to.
-
-Only here is it known that a completion was taken and that every output is kept elsewhere. What a service removes, and
-how, is its connector's. Nothing depends on it: what could not be removed is told and left.
+Inputs are fetched to this machine's disk and checked against their size and SHA-256. The connector passes
+them to its server, and removes what an attempt left there once the hub has taken the completion.
 """
 
 from __future__ import annotations
@@ -31,14 +26,16 @@ from comfyfleet.worker.settings import AgentSettings, Backoff
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 _TRIES = 4
 _BATCH_SIZE = 4
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}$")
+_TIDY_UP_S = 10.0
 
 
 class TransferRetry:
-    """How long a file is tried to be moved: a few times with a hub that answers, and through its absence for as long as
-    the lease lives. Whoever holds the lease ends the tries with it."""
+    """A few tries for a file while the hub answers, any number while it is away. The lease bounds both."""
 
     def __init__(self, settings: AgentSettings, confirmed_at: Callable[[], float]) -> None:
         self._backoff = Backoff(settings)
@@ -47,7 +44,7 @@ class TransferRetry:
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
-        """Asked after each try that failed."""
+        """To be called after each failed try."""
         self._tries += 1
         if self._failed_at is None:
             self._failed_at = asyncio.get_running_loop().time()
@@ -60,16 +57,16 @@ class TransferRetry:
 async def with_inputs(
     api: InputSource, job: LeasedJob, settings: AgentSettings, confirmed_at: Callable[[], float], folder: Path
 ) -> LeasedJob:
-    """`confirmed_at`: when the hub last answered for the lease. Raises `ServiceFailed`."""
+    """`confirmed_at`: when the hub last confirmed the lease. Raises `ServiceFailed`."""
     size = sum(file.size or 0 for file in job.inputs)
     if size > settings.max_input_bytes:
         most = settings.max_input_bytes
         raise _failed(
             FailureKind.MISSING_INPUT,
             job.inputs[0],
-            f"the inputs have {size} bytes together and at most {most} are taken. Bring smaller files",
+            f"the inputs have {size} bytes together; this worker takes at most {most}. Submit smaller files",
         )
-    # One file may go into several inputs.
+    # Several inputs may use the same file.
     files = {file.file_id: file for file in job.inputs}
     paths = {file_id: folder / f"{index}" for index, file_id in enumerate(files)}
     await side_by_side(
@@ -90,7 +87,7 @@ def no_source(job: LeasedJob) -> ServiceFailed:
 
 
 async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """A few at a time. The first that fails ends the others, and what it raised is raised."""
+    """Runs a few at a time. The first failure ends the others and is raised."""
     if len(works) < 2:
         return [await work for work in works]
     free = asyncio.Semaphore(_BATCH_SIZE)
@@ -111,7 +108,7 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for work in works:
-            # One whose turn never came would complain that nobody awaited it.
+            # A coroutine that never started would warn that nobody awaited it.
             work.close()
 
 
@@ -127,7 +124,7 @@ async def _fetch(
                 raise _failed(
                     FailureKind.MISSING_INPUT,
                     file,
-                    f"it is not there any more ({refusal}). Upload it and submit again",
+                    f"the hub does not have it any more ({refusal}). Upload it and submit again",
                 ) from refusal
             if refusal.code is RefusalCode.LEASE_LOST or patience.is_over():
                 raise _failed(FailureKind.TRANSIENT, file, f"the hub refused it: {refusal}") from refusal
@@ -138,12 +135,12 @@ async def _fetch(
             differs = await asyncio.to_thread(_difference, file, path)
             if differs is None:
                 return
-            # Once may have been the way; twice is what lies at the hub.
+            # A first difference may come from the network; a second one comes from the hub's copy.
             if is_altered:
                 raise _failed(
                     FailureKind.MISSING_INPUT,
                     file,
-                    f"what the hub has is not what was uploaded: {differs}. Upload it and submit again",
+                    f"the hub's copy is not what was uploaded: {differs}. Upload it and submit again",
                 )
             is_altered = True
         await asyncio.sleep(patience.next_s())
@@ -152,49 +149,43 @@ async def _fetch(
 def _difference(file: InputFile, path: Path) -> str | None:
     size, digest = measured(path)
     if file.size is not None and size != file.size:
-        return f"{size} bytes came, {file.size} were promised"
+        return f"{size} bytes arrived, {file.size} were expected"
     if file.sha256 is not None and digest != file.sha256:
         return "its SHA-256 differs"
     return None
 
 
 def measured(path: Path) -> tuple[int, str]:
-    """Size and SHA-256."""
+    """Size and SHA-256 of a file."""
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
         return content.tell(), digest
 
 
 def _own_name(file: InputFile) -> str:
-    """The hub's id, which no two files share and which leads nowhere; nodes look at the ending of a name."""
+    """The hub's id is unique and contains no path. The suffix stays because nodes look at it."""
     ending = _ENDING.search(file.name)
     return file.file_id + (ending[0].lower() if ending else "")
 
 
 def _failed(kind: FailureKind, file: InputFile, why: str) -> ServiceFailed:
     target = f"{file.node}.{file.input}"
-    message = f"The file {file.file_id} for the input {target} could not be had: {why}."
+    message = f"Cannot fetch the file {file.file_id} for the input {target}: {why}."
     return ServiceFailed(Failure(kind, message, node_id=file.node, missing=(file.file_id,)))
-
-
-_log = logging.getLogger(__name__)
-
-_WITHIN_S = 10.0
 
 
 @runtime_checkable
 class CleansUp(Protocol):
     async def tidy_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
-        """Removes what this attempt left, and nothing of others; its outputs only if they are kept elsewhere."""
+        """Removes this attempt's files and no others; its outputs only if the hub has them."""
 
 
 async def tidy_up(connector: Connector, job: LeasedJob, result: JobResult) -> None:
-    """After a completion was taken."""
     if not isinstance(connector, CleansUp):
         return
     are_kept = all(file.file_id is not None for file in result.files)
     try:
-        async with asyncio.timeout(_WITHIN_S):
+        async with asyncio.timeout(_TIDY_UP_S):
             await connector.tidy_up(job, are_outputs_kept=are_kept)
     except Exception as error:
-        _log.warning("what %s left on its server stays there: %r", job.attempt_id, error)
+        _log.warning("cannot remove the files of %s from its server: %r", job.attempt_id, error)

@@ -1,8 +1,7 @@
-"""What an agent has begun, in a file that outlives it: after a crash the next one goes on with it, or clears it away.
+"""A file of the attempts that an agent has started: after a crash the next process resumes or stops them.
 
-A line for each attempt that begins and one for its end; the poll it was leased by is enough to get the same lease again
-from the other side, and the prompt id follows from the attempt. Nothing secret is kept. A journal that cannot be
-written costs its comfort, never a job.
+The poll id is enough to get the same lease again, and the prompt id follows from the attempt. The journal
+contains no secrets. If it cannot be written, jobs still run.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from comfyfleet.ports import Connector
 _log = logging.getLogger(__name__)
 
 _MAX_LINES = 1_000
-"""A file of so many lines is written anew with what is still open."""
+"""At this number of lines the file is rewritten with the open attempts only."""
 _MAX_OPEN = 10_000
 
 
 class StartedAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An attempt that was begun and, as far as the file knows, has not ended."""
+    """An attempt that has started and that has no end in the file."""
 
     job_id: str
     round: int
@@ -45,7 +44,7 @@ class StartedAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def ref(self) -> LeaseRef:
-        """Names the attempt and proves nothing: the token is not kept."""
+        """Names the attempt and proves nothing: the journal does not store tokens."""
         return LeaseRef(JobId(self.job_id), self.round, self.number, self.epoch, LeaseToken(""))
 
     @property
@@ -56,12 +55,12 @@ class StartedAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
 async def stop_orphan(
     begun: StartedAttempt, worker_id: WorkerId, connector: Connector, within_s: float
 ) -> None:
-    """What an agent before us began and nobody waits for any more must not keep the service busy."""
-    _log.info("worker %s: the lease of %s is over; it is stopped", worker_id, begun.attempt_id)
-    nobodys = LeasedJob(begun.ref, worker_id, 0.0, 0.0, {}, WorkflowHash(""), begun.service)
+    """Stops an earlier process's run whose lease is over, so that it does not keep the service busy."""
+    _log.info("worker %s: the lease of %s is over; its run is stopped", worker_id, begun.attempt_id)
+    orphan = LeasedJob(begun.ref, worker_id, 0.0, 0.0, {}, WorkflowHash(""), begun.service)
     try:
         async with asyncio.timeout(within_s):
-            await connector.cancel_job(nobodys)
+            await connector.cancel_job(orphan)
     except Exception as error:
         _log.warning("%s could not stop %s: %r", begun.service, begun.attempt_id, error)
 
@@ -72,7 +71,7 @@ class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Journal:
-    """Of one worker. Opened by one process at a time; another one of the same name gets on without."""
+    """The journal of one worker. A second process with the same worker name runs without one."""
 
     def __init__(self, folder: Path, worker_id: WorkerId) -> None:
         readable = re.sub(r"[^\w.-]", "_", worker_id, flags=re.ASCII)[:60]
@@ -80,11 +79,11 @@ class Journal:
         self._path = folder / f"{name}.jsonl"
         self._lock_path = folder / f"{name}.lock"
         self.spool = folder / f"{name}.files"
-        """For files on their way. What is found there at the start is nobody's."""
+        """The folder for files in transit. It is emptied at each start."""
         self.instance = ""
-        """Which agent this is to the other side: the same at each start, and another's where one runs already."""
+        """Identifies this agent to the hub: the same at each start, another one for a second process."""
         self.client_id: str | None = None
-        """Who this worker is to its servers, at each start; of one process at a time."""
+        """Identifies this worker to its servers at each start. One process has it at a time."""
         self._worker_id = worker_id
         self._lock: io.FileIO | None = None
         self._file: io.BufferedWriter | None = None
@@ -92,7 +91,7 @@ class Journal:
         self._lines = 0
 
     def open(self) -> tuple[StartedAttempt, ...]:
-        """What was begun and not ended before. Without a journal, nothing."""
+        """Returns the attempts that have no end. Without a journal there are none."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._take_lock():
@@ -130,7 +129,7 @@ class Journal:
 
     def _take_lock(self) -> bool:
         if sys.platform == "win32":
-            # There is no lock of this kind, and two agents that clear away each other's runs are worse than none.
+            # Windows has no such lock, and two agents that stop each other's runs are worse than no journal.
             return False
         import fcntl
 
@@ -141,7 +140,7 @@ class Journal:
             self.close()
             self.instance = secrets.token_hex(16)
             _log.warning(
-                "another process on this machine works as %s already: give every worker a name of its own",
+                "another process on this machine already runs as worker %s: give every worker its own name",
                 self._worker_id,
             )
             return False
@@ -164,7 +163,7 @@ class Journal:
             try:
                 line = msgspec.json.decode(text, type=_Line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                # Torn by whatever ended us; what it would have said is found out at the other side.
+                # A crash cut this line off; the hub knows what it would have said.
                 continue
             if line.begun is not None:
                 found[line.begun.attempt_id] = line.begun
@@ -173,7 +172,7 @@ class Journal:
         return dict(list(found.items())[-_MAX_OPEN:])
 
     def _rewrite(self) -> None:
-        """Whole or not at all: the old file stays until the new one stands."""
+        """The old file stays until the new one is complete."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -191,7 +190,7 @@ class Journal:
             if self._lines >= _MAX_LINES + 2 * len(self._open):
                 self._rewrite()
                 return
-            # Handed to the system, it outlives this process; a machine that loses its power loses its runs as well.
+            # The system has it, so it survives this process. A power failure ends the runs as well.
             self._file.write(msgspec.json.encode(line) + b"\n")
             self._file.flush()
             self._lines += 1
@@ -200,7 +199,7 @@ class Journal:
 
     def _give_up(self, error: OSError) -> None:
         _log.warning(
-            "worker %s keeps no journal in %s (%s): after a crash it will not know what it ran",
+            "worker %s cannot write its journal in %s (%s): after a crash it will not know what it ran",
             self._worker_id,
             self._path.parent,
             error.strerror or error,

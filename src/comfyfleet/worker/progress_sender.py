@@ -1,7 +1,6 @@
-"""What running attempts have to tell, gathered for a few milliseconds and sent in one call.
+"""Sends the progress of running attempts: gathered for a few milliseconds, then sent in one call.
 
-Progress and previews give way to newer ones of the same lease; everything else is kept, in order. What an answer says
-(lost leases, commands) is passed on, not understood here.
+A newer progress report or preview replaces the older one of its lease; all other reports keep their order.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class ProgressBuffer:
         key: ProgressKind | int
         if report.kind is ProgressKind.PROGRESS or report.kind is ProgressKind.PREVIEW:
             key = report.kind
-            # Taken out first, so that the newer one stands where it belongs in the order.
+            # Removed first, so that the newer report takes its place in the order.
             self.pending.pop(key, None)
         else:
             self._count += 1
@@ -72,7 +71,6 @@ class ProgressSender:
             self._timer = asyncio.get_running_loop().call_later(self._settings.batch_s, self._ring)
 
     async def run(self) -> None:
-        """Sends what has been gathered, for ever."""
         backoff = Backoff(self._settings)
         try:
             while True:
@@ -92,7 +90,7 @@ class ProgressSender:
                 self._timer = None
 
     async def flush(self, outbox: ProgressBuffer) -> None:
-        """Sends what is left of one lease before its end is reported; gives up after a while."""
+        """Sends the rest of one lease before its end is reported. Gives up after `flush_s`."""
         if outbox.in_flight is None and not outbox.pending:
             return
         try:
@@ -131,7 +129,7 @@ class ProgressSender:
         try:
             beat = await self._api.progress([report for _, reports in taken for report in reports.values()])
         except BaseException as error:
-            # A batch that was refused stays refused; any other may have been lost on the way.
+            # A refused batch would be refused again; any other may have been lost on the way.
             if not isinstance(error, Exception) or is_worth_a_retry(error):
                 for outbox, reports in taken:
                     if not outbox.is_closed:

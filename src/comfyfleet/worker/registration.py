@@ -1,11 +1,7 @@
-"""What the other side was told of a worker: its offer, made of what its usable servers have, and taken back with them.
+"""What a worker offers, and its registration at the hub.
 
-It looks, compares, registers, describes and says goodbye, one at a time. When to look, and what follows from being
-registered or not, is the agent's.
-
-What a worker offers: what its operator declared, joined with what its connectors found. Pure.
-
-A declaration fills gaps and overrides; it never adds a service that no connector of the worker can run.
+`join` builds the offer from the operator's declaration and the servers' inventories. A declaration fills gaps
+and overrides; it never adds a service without a connector. `agent.py` decides when to register.
 """
 
 from __future__ import annotations
@@ -37,17 +33,17 @@ class WorkerOffer(msgspec.Struct, frozen=True):
     capabilities: Capabilities
     live: LiveState
     boots: dict[str, str]
-    """By the name of the service: which start of its server this was seen at."""
+    """By service name: the server start at which its inventory was read."""
 
     def differs_from(self, other: WorkerOffer | None) -> bool:
-        """Live values may differ: they rank, they are not worth a registration."""
+        """Live values do not count: a change in them needs no registration."""
         return other is None or self.capabilities != other.capabilities or self.boots != other.boots
 
 
 def join(
     declared: Capabilities | None, found: Mapping[str, Inventory], *, moves_files: bool = False
 ) -> WorkerOffer:
-    """`found` is by the name of the service. Whether files are moved follows from the door, whatever is declared."""
+    """`found` is by service name. `moves_files` follows from the transport alone."""
     sources = [declared or _NOTHING, *(inventory.capabilities for inventory in found.values())]
     own = {service.name: service for service in sources[0].services}
     services = tuple(
@@ -105,14 +101,14 @@ def _hardware(declared: Hardware, found: Sequence[Hardware]) -> Hardware:
 
 
 def _over(declared: S, found: S) -> S:
-    """What was declared, each field for itself: whoever says how much memory a card has does not unsay its model."""
+    """Overrides single fields: a declared amount of memory does not remove the found model of the card."""
     nothing = type(declared)()
-    said = {
+    stated = {
         name: value
         for name in declared.__struct_fields__
         if (value := getattr(declared, name)) != getattr(nothing, name)
     }
-    return msgspec.structs.replace(found, **said)
+    return msgspec.structs.replace(found, **stated)
 
 
 def _live(sources: Sequence[LiveState]) -> LiveState:
@@ -143,15 +139,15 @@ class Registration:
         on_renewal: Callable[[], None],
         outage: Outage,
     ) -> None:
-        """`on_change`: what is offered may have changed. `on_renewal`: another offer stands in its place."""
+        """`on_change`: the offer may have changed. `on_renewal`: another offer replaced it."""
         self.offer: WorkerOffer | None = None
-        """What is registered. None: nothing is."""
+        """The registered offer."""
         self.number = 0
-        """Counts registrations: who was refused under an older one need not register again."""
+        """Counts registrations: a call that was refused under an older one need not register again."""
         self.instance = ""
-        """Which agent this is, the same after a restart where it ran. Empty: nobody can tell."""
+        """Identifies this agent across restarts. Empty: unknown."""
         self.is_closed = False
-        """A worker that leaves offers nothing new; what it offers stands until its goodbye."""
+        """Set when the worker leaves: it makes no new offer, and the old one stays until it unregisters."""
         self._api = api
         self._worker_id = worker_id
         self._servers = servers
@@ -161,9 +157,9 @@ class Registration:
         self._on_renewal = on_renewal
         self._outage = outage
         self._described: NodeCatalog | None = None
-        """What the other side was told of the servers' nodes."""
+        """The node classes that the hub was last sent."""
         self._offline_reason = ""
-        """What was said when it went offline; empty while it is registered."""
+        """The reason that the hub was last given; empty while the worker is registered."""
         self._turn = asyncio.Lock()
 
     @property
@@ -171,7 +167,7 @@ class Registration:
         return [server for server in self._servers if self.offer and server.name in self.offer.boots]
 
     async def look(self, *, is_asked: bool = False) -> None:
-        """Reads what the usable servers have, and registers where that is new; in any case where it was asked for."""
+        """Reads the usable servers' inventories. Registers if they changed, or if `is_asked`."""
         async with self._turn:
             usable = _usable(self._servers)
             for server in usable:
@@ -187,8 +183,7 @@ class Registration:
                 self._on_change()
 
     async def take_back(self) -> bool:
-        """Offers no more what servers have that cannot be used now; without any, the worker goes offline. False: it
-        could not be said, and is to be tried again."""
+        """Withdraws unusable servers; without any server the worker goes offline. False: repeat the call."""
         async with self._turn:
             if self.is_closed:
                 return True
@@ -198,12 +193,12 @@ class Registration:
                 try:
                     await self._register(offer)
                 except Exception as error:
-                    _log.info("worker %s could not take an offer back: %r", self._worker_id, error)
+                    _log.info("worker %s could not withdraw an offer: %r", self._worker_id, error)
                     return False
                 return True
             if offer is None:
                 self.offer = None
-            # Back before it could be taken back, an offer stands again.
+            # A server may be back before its offer was withdrawn.
             self._on_change()
             if offer is None:
                 await self._go_offline(is_first=bool(offered))
@@ -214,13 +209,13 @@ class Registration:
         if not self.number:
             if reason != self._offline_reason and not any(server.is_up for server in self._servers):
                 await self._announce(reason)
-        # Once more where the diagnosis has changed since.
+        # The hub is told again if the diagnosis has changed.
         elif is_first or (self._offline_reason and reason not in (self._offline_reason, "offline")):
             await self._say_goodbye(reason)
             self._offline_reason = reason
 
     async def _announce(self, reason: str) -> None:
-        """That there is a worker, and why it cannot work: its server never answered. Nothing depends on it."""
+        """Tells the hub that this worker exists and that its server never answered. Nothing depends on it."""
         offer = join(self._declared, {}, moves_files=isinstance(self._api, InputSource))
         try:
             async with asyncio.timeout(self._settings.heartbeat_timeout_s):
@@ -234,17 +229,17 @@ class Registration:
                     )
                 )
         except Refusal as refusal:
-            # An older hub takes no such worker; whatever else it is, the registration is refused for it too.
-            _log.info("worker %s could not say why it is offline: %s", self._worker_id, refusal)
+            # A hub of an older version refuses it. Any other cause also refuses the registration later.
+            _log.info("worker %s could not report why it is offline: %s", self._worker_id, refusal)
         except Exception as error:
             _log.info(
-                "worker %s could not say why it is offline, and tries again: %r", self._worker_id, error
+                "worker %s could not report why it is offline; it tries again: %r", self._worker_id, error
             )
             return
         self._offline_reason = reason
 
     async def renew(self, number: int) -> None:
-        """The other side has forgotten us (it was started anew). One of those who notice is enough."""
+        """The hub does not know the worker any more, as after a restart. Concurrent callers register once."""
         try:
             async with self._turn:
                 if self.number == number and self.offer is not None:
@@ -274,7 +269,7 @@ class Registration:
             )
         )
         self._outage.registered()
-        # Before it counts as online here: whoever waits for that may use what it told.
+        # Before the worker counts as online: callers that wait for that may use its node classes.
         await self._describe(offer)
         is_new, self.offer = self.offer is None, offer
         self._offline_reason = ""
@@ -284,7 +279,7 @@ class Registration:
         self._on_change()
 
     async def _describe(self, offer: WorkerOffer) -> None:
-        """Tells of the servers' node classes where that is wanted and new. Nothing that runs depends on it."""
+        """Sends the node classes if the hub wants them and they are new. No job depends on it."""
         catalogs = [
             server.inventory.nodes
             for server in self._servers
@@ -292,7 +287,7 @@ class Registration:
             and server.inventory is not None
             and server.inventory.nodes is not None
         ]
-        # Each server is of another service, and one of them at most has node classes.
+        # Each server has its own service, and at most one of them has node classes.
         nodes = next((each for each in catalogs if each.definitions), None)
         if not isinstance(self._api, NodeCatalogReceiver) or nodes is None or nodes == self._described:
             return
@@ -300,19 +295,19 @@ class Registration:
             await self._api.describe(self._worker_id, nodes)
             self._described = nodes
         except Exception as error:
-            _log.info("worker %s could not tell of its nodes: %r", self._worker_id, error)
+            _log.info("worker %s could not send its node classes: %r", self._worker_id, error)
 
     async def _say_goodbye(self, reason: str) -> None:
         try:
             async with asyncio.timeout(self._settings.heartbeat_timeout_s):
                 await self._api.unregister(self._worker_id, reason)
         except Exception as error:
-            # Without polls and heartbeats it is missed soon enough.
+            # The hub soon notices that polls and heartbeats are missing.
             _log.info("worker %s could not unregister: %r", self._worker_id, error)
 
 
 def _defects(servers: Iterable[MonitoredServer]) -> str:
-    """What is known to be wrong with them: our own words, in which no address of theirs stands."""
+    """The connectors' own words, which contain no server address."""
     return "; ".join(server.defect for server in servers if server.defect and not server.is_up)
 
 

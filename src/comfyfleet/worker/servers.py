@@ -1,7 +1,6 @@
-"""The servers behind an agent: are they there, since when, what do they have, and when to look again?
+"""The servers behind an agent: whether each is up, what it has, and when to check it again.
 
-Each connector is opened, asked for its health and its inventory, and remembered as up, in its grace, or down. What
-follows (register, poll, go offline) is the agent's decision; it is told the moment a server is lost.
+It opens connectors and remembers their health and inventory. `agent.py` decides what follows.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class ReportsConnection(Protocol):
-    """A connector that notices by itself when its server is lost or back may say so; a check follows at once."""
+    """A connector that notices a lost or restored connection. The agent then checks the server at once."""
 
     on_connection: Callable[[bool], None] | None
 
 
 @runtime_checkable
 class HasClientId(Protocol):
-    """A connector whose server tells of a run to the one who began it, known by this. Read when it is opened."""
+    """A connector whose server sends a run's events to the client that started it. Read when it is opened."""
 
     client_id: str | None
 
 
 @runtime_checkable
 class HasUrl(Protocol):
-    """A connector whose server has an address; there are no credentials in it."""
+    """A connector whose server has an address. The address contains no credentials."""
 
     @property
     def url(self) -> str: ...
@@ -41,7 +40,7 @@ class HasUrl(Protocol):
 
 @runtime_checkable
 class ReportsDefect(Protocol):
-    """A connector that may know why its server is of no use. Hubs are told of it, so no address stands in it."""
+    """A connector that may know why its server is unusable. The hub gets this text: it has no address."""
 
     @property
     def defect(self) -> str | None: ...
@@ -49,14 +48,13 @@ class ReportsDefect(Protocol):
 
 @runtime_checkable
 class FindsByName(Protocol):
-    """A connector whose server can be asked for node classes and models by name, at less cost than for all it has."""
+    """A connector that looks up node classes and models by name, which is cheaper than an inventory."""
 
-    async def find(self, names: frozenset[str]) -> frozenset[str]:
-        """Those of the names that it has."""
+    async def find(self, names: frozenset[str]) -> frozenset[str]: ...
 
 
 class MonitoredServer:
-    """One connector and what is known of the server behind it."""
+    """One connector and the state of the server behind it."""
 
     def __init__(
         self, connector: Connector, settings: AgentSettings, on_lost: Callable[[], None] = lambda: None
@@ -65,13 +63,13 @@ class MonitoredServer:
         self.inventory: Inventory | None = None
         self.is_up = False
         self.usable_at = 0.0
-        """The end of its grace after it came back."""
+        """The end of the grace period after the server came back."""
         self.missed = 0
         self.wants_look = False
-        """Its inventory may have changed."""
+        """The inventory may have changed."""
         self.defect: str | None = None
-        """What a run found wrong with the server itself. It is why, should the server now be called unhealthy."""
-        self.reason = "not asked yet"
+        """A fault of the server itself, found by a run or a health check."""
+        self.reason = "not checked yet"
         self._settings = settings
         self._on_lost = on_lost
         self._looked_at = float("-inf")
@@ -79,7 +77,7 @@ class MonitoredServer:
         self._missing_pause_s = 0.0
         self._wanted: frozenset[str] = frozenset()
         self._found: frozenset[str] = frozenset()
-        """Of those that are wanted: what was found, so that a look was due for it."""
+        """Those of `_wanted` that were found and have already caused a look."""
         self._sought_at = float("-inf")
         self._is_open = False
         self._was_lost = False
@@ -106,13 +104,13 @@ class MonitoredServer:
         )
 
     def lacks(self, names: Sequence[str]) -> None:
-        """A run failed for want of these: they are looked for at once, and then more often than usual."""
+        """A run lacked these. The agent looks for them at once, and then more often than usual."""
         self.wants_look = True
         self._missing |= {_plain(name) for name in names}
         self._missing_pause_s = self._settings.missing_interval_s
 
     def look_for(self, names: Sequence[str]) -> bool:
-        """Jobs wait for these, and for no others. True: there are new ones among them."""
+        """Replaces the names that jobs wait for. True: some of them are new."""
         wanted = frozenset(map(_plain, names))
         new = wanted - self._wanted
         self._wanted, self._found = wanted, self._found & wanted
@@ -121,7 +119,7 @@ class MonitoredServer:
         if isinstance(self.connector, FindsByName):
             self._sought_at = float("-inf")
         else:
-            # It may be another service that lacks them: at once, and then less and less often.
+            # Another service may be the one that lacks them: look at once, then less and less often.
             self.wants_look = True
             self._missing_pause_s = self._settings.missing_interval_s
         return True
@@ -133,23 +131,22 @@ class MonitoredServer:
         return self._sought_at + self._settings.seek_interval_s
 
     async def seek(self) -> None:
-        """Asks for what is wanted. Where something is found a look is due, once."""
-        assert isinstance(self.connector, FindsByName), "no other one is asked by name"
+        """Looks up the wanted names. A find makes one look due."""
+        assert isinstance(self.connector, FindsByName), "this connector cannot look up names"
         self._sought_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._settings.inventory_timeout_s):
                 found = await self.connector.find(self._wanted - self._found)
         except Exception as error:
-            _log.info("%s: it could not be asked what it has by now (%s)", self.name, _text(error))
+            _log.info("%s: cannot look up missing models and nodes: %s", self.name, _text(error))
             return
         if found:
             self._found |= found
             self.wants_look = True
 
     async def check(self) -> None:
-        """Asks the server whether it is there."""
         if await self._answers():
-            # Away for a moment, it may have been started anew.
+            # A server that was away for a moment may have restarted.
             self.wants_look = self.wants_look or self.missed > 0
             self.missed = 0
             if not self.is_up:
@@ -160,19 +157,19 @@ class MonitoredServer:
             self.miss()
 
     def miss(self) -> None:
-        """The only place where a server falls: whoever must stop using it hears of it before anything else runs."""
+        """The only place where a server goes down, so `on_lost` is called before anything else runs."""
         self.missed += 1
         if self.is_up and self.missed < self._settings.missed_checks:
             return
-        # One that is away from the start is not lost, but it gets its grace like any that comes back.
+        # A server that was never up is not lost, but it gets the same grace period when it comes up.
         is_lost, self.is_up, self._was_lost = self.is_up, False, True
         if is_lost:
             self._on_lost()
 
     async def look(self) -> bool:
-        """Reads the inventory. False: it could not be read; an older one is kept."""
+        """Reads the inventory. False: that failed, and the older one stays."""
         self._looked_at = asyncio.get_running_loop().time()
-        # Taken down before the look: a wish that comes up meanwhile is for another one.
+        # Cleared before the look: a request that arrives meanwhile needs another look.
         was_wanted, self.wants_look = self.wants_look, False
         try:
             async with asyncio.timeout(self._settings.inventory_timeout_s):
@@ -181,12 +178,12 @@ class MonitoredServer:
             return True
         except Exception as error:
             self.wants_look = self.wants_look or was_wanted
-            self.reason = f"{self._where}: its inventory could not be read ({_text(error)})"
+            self.reason = f"{self._where}: cannot read its inventory: {_text(error)}"
             _log.warning("%s", self.reason)
             return False
 
     def _look_for_missing(self, inventory: Inventory, *, is_first: bool) -> None:
-        """What is listed is no longer looked for; for the rest the pauses grow."""
+        """Drops the names that are listed now; the pauses for the others grow."""
         listed: set[str] = set()
         for service in inventory.capabilities.services:
             listed |= {_plain(name) for name in service.models or ()} | (service.node_classes or frozenset())
@@ -201,12 +198,12 @@ class MonitoredServer:
         try:
             await self.connector.close()
         except Exception as error:
-            _log.warning("%s could not be closed: %r", self.name, error)
+            _log.warning("%s: closing the connector failed: %r", self.name, error)
 
     async def _answers(self) -> bool:
         try:
             if not self._is_open:
-                # Opened or not, what it holds by then must be closed.
+                # Also after a failed `open` there may be something to close.
                 self._is_open = True
                 try:
                     async with asyncio.timeout(self._settings.open_timeout_s):
@@ -223,8 +220,8 @@ class MonitoredServer:
         if is_healthy:
             self.defect = None
         else:
-            told = self.connector.defect if isinstance(self.connector, ReportsDefect) else None
-            self.defect = told or self.defect
+            found = self.connector.defect if isinstance(self.connector, ReportsDefect) else None
+            self.defect = found or self.defect
             self.reason = f"{self._where}: {self.defect or 'it does not answer its health check'}"
         return is_healthy
 

@@ -1,7 +1,4 @@
-"""The numbers an agent lives by, the states it tells of, and the pause between two tries.
-
-Settings only: what they lead to is in `agent.py`, `attempt.py`, `heartbeat.py`, `progress_sender.py` and `servers.py`.
-"""
+"""The agent's settings and states, and the pause between two tries."""
 
 from __future__ import annotations
 
@@ -15,52 +12,52 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: int = 1
-    """How many jobs run at a time."""
+    """How many jobs run at the same time."""
     poll_wait_s: float = 30.0
     command_wait_s: float = 30.0
 
     # leases
     heartbeat_share: float = 0.25
-    """A held lease is confirmed each time this share of it has passed …"""
+    """A heartbeat follows each time this share of the shortest lease has passed …"""
     heartbeat_jitter: float = 0.2
-    """… give or take this share of the interval."""
+    """… plus or minus this share of the interval."""
     heartbeat_s: float = 15.0
-    """The longest between two heartbeats, whatever is held: they fetch commands too."""
+    """The longest interval between heartbeats, which also fetch commands."""
     heartbeat_timeout_s: float = 5.0
     abandon_share: float = 0.8
-    """A run is stopped after this share of its lease without a confirmed heartbeat."""
+    """A run stops after this share of its lease without a confirmed heartbeat."""
 
     # attempts
     cancel_timeout_s: float = 10.0
-    """The longest a service gets to confirm that it stopped a run."""
+    """The longest time a service gets to confirm that it stopped a run."""
     cancel_settle_s: float = 1.0
-    """After that a run may end by itself for this long before it is torn off."""
+    """The run may then end by itself for this long before the agent tears it off."""
     reconcile_timeout_s: float = 10.0
     max_input_bytes: int = 256 * 1024 * 1024
-    """What the files of a job may have together: they lie on the disk of the worker during the run."""
+    """The bound for all input files of a job: they are on the worker's disk during the run."""
 
-    # news
+    # progress
     batch_s: float = 0.005
     flush_s: float = 2.0
-    """The longest an end of a lease waits for earlier news: the end matters more."""
+    """The longest time the report of an end waits for earlier progress: the end matters more."""
     max_pending_reports: int = 10_000
 
-    # the servers
+    # servers
     health_interval_s: float = 10.0
     health_timeout_s: float = 5.0
     open_timeout_s: float = 30.0
     missed_checks: int = 2
-    """A server that left so many checks in a row unanswered is offline."""
+    """A server is offline after this many unanswered checks in a row."""
     reconnect_grace_s: float = 5.0
-    """A server that came back gets work only after this long."""
+    """A server that came back gets work after this time."""
     inventory_interval_s: float = 300.0
     missing_interval_s: float = 10.0
-    """After a run failed for something missing it is looked for this often, then less and less often."""
+    """How soon the agent looks again after a run lacked something; the pauses then grow."""
     seek_interval_s: float = 5.0
-    """What jobs wait for, and a server can be asked for by name, is asked for this often."""
+    """How often the agent looks up the names that jobs wait for."""
     inventory_timeout_s: float = 60.0
 
-    # the end
+    # stop
     drain_grace_s: float = 60.0
     stop_grace_s: float = 5.0
 
@@ -73,7 +70,7 @@ class AgentStatus(StrEnum):
     STARTING = "starting"
     ONLINE = "online"
     RECONNECTING = "reconnecting"
-    """The server answers again; its grace is not over."""
+    """The server answers again; its grace period is not over."""
     OFFLINE = "offline"
     PAUSED = "paused"
     DRAINING = "draining"
@@ -81,7 +78,7 @@ class AgentStatus(StrEnum):
 
 
 class AgentState(msgspec.Struct, frozen=True):
-    """What an agent tells whoever started it, each time its status changes."""
+    """What an agent tells its owner each time its status changes."""
 
     status: AgentStatus
     reason: str = ""
@@ -90,7 +87,7 @@ class AgentState(msgspec.Struct, frozen=True):
 
 
 class Backoff:
-    """Longer and longer pauses, with jitter so that a fleet does not return as one."""
+    """Growing pauses with jitter, so that a fleet does not return all at once."""
 
     __slots__ = ("_base_s", "_cap_s", "_tries")
 
@@ -100,7 +97,7 @@ class Backoff:
         self._tries = 0
 
     def next_s(self) -> float:
-        # The exponent is bounded because retries go on for ever.
+        # The exponent is bounded because retries never end.
         longest = min(self._cap_s, self._base_s * (1 << min(self._tries, 30)))
         self._tries += 1
         return longest * (0.5 + random.random() / 2)
@@ -110,7 +107,7 @@ class Backoff:
 
 
 def is_worth_a_retry(error: Exception) -> bool:
-    """A refusal is an answer; everything else, and "not now", is a fault that may pass."""
+    """Refusals are final, except those that mean "not now". All other errors are faults that may pass."""
     if isinstance(error, Refusal):
         return error.code in (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED)
     return True

@@ -1,11 +1,7 @@
-"""The slots of an agent: each polls, hands over what it got, and polls again; all can be called back from their polls.
+"""The slots of an agent: each polls, runs the leased job and polls again. `agent.py` runs a lease.
 
-A parked poll is an idle slot, so closing the gate here is what takes a worker out of the matching. What becomes of a
-lease is for whoever takes it (`agent.py`, `attempt.py`).
-
-The times in which an agent is not answered: told once when one begins, and once when it is over.
-
-Every retry of polls and registrations ends here. What is tried again, and when, is for those who ask.
+A parked poll is an idle slot, so closing the slots takes a worker out of matching. `Outage` logs once when
+the hub stops answering and once when it answers again.
 """
 
 from __future__ import annotations
@@ -32,30 +28,30 @@ class Outage:
         self._worker_id = worker_id
         self._began_at = 0.0
         self._told: str | None = None
-        """Why, as it was told last; empty for faults of every kind, of which the first is told. None: all is well."""
+        """The cause that was logged last; empty for any fault. None: no outage."""
         self._missed_polls = False
         self._missed_beats = False
         self._beats = 0
-        """Answered since anything was missed."""
+        """Heartbeats answered since the last missed call."""
 
     def poll_missed(self, error: Exception) -> None:
         self._missed_polls = True
         self.miss(error)
 
     def miss(self, error: Exception) -> None:
-        """A call got no answer, or one that is no use. The same one over and over is one line."""
+        """A call was refused or got no answer. The same cause is logged once."""
         self._beats = 0
         is_away = is_worth_a_retry(error)
         why = "" if is_away else str(error)
         if why == self._told:
-            _log.debug("worker %s asks again: %s", self._worker_id, error)
+            _log.debug("worker %s: the hub still does not answer: %s", self._worker_id, error)
             return
         if self._told is None:
             self._began_at = time.monotonic()
         self._told = why
-        is_what = "gets no jobs for now" if is_away else "is refused"
-        told = str(error) if isinstance(error, ComfyFleetError) else repr(error)
-        _log.warning("worker %s %s and tries on: %s", self._worker_id, is_what, told)
+        effect = "gets no jobs for now" if is_away else "is refused"
+        cause = str(error) if isinstance(error, ComfyFleetError) else repr(error)
+        _log.warning("worker %s %s and tries again: %s", self._worker_id, effect, cause)
 
     def answered(self) -> None:
         if self._told is None:
@@ -63,10 +59,10 @@ class Outage:
         self._told = None
         self._missed_polls = self._missed_beats = False
         away_s = time.monotonic() - self._began_at
-        _log.warning("worker %s is answered again, after %.0f s", self._worker_id, away_s)
+        _log.warning("worker %s: the hub answers again after %.0f s", self._worker_id, away_s)
 
     def registered(self) -> None:
-        """A hub that is stopping still does that, and refuses polls."""
+        """A hub that is stopping registers workers and refuses their polls."""
         if not self._missed_polls:
             self.answered()
 
@@ -74,21 +70,21 @@ class Outage:
         self._missed_beats, self._beats = self._told is not None, 0
 
     def beat_answered(self) -> None:
-        """Polls are parked for long before they are answered. Beats stand for them only where they were missed too, and
-        only two with no poll refused between them: they may be answered while polls are not."""
+        """A parked poll is answered late, so heartbeats can end an outage too: if they were missed, and if
+        two in a row are answered with no refused poll between them."""
         self._beats += 1
         if self._missed_beats and self._beats > 1:
             self.answered()
 
 
 _LONGEST_TURN_S = 0.01
-"""A slot whose calls all end at once still lets the others run this often."""
+"""A slot whose calls all return at once still yields to the others this often."""
 
 
 class Slots:
-    """`take` runs a lease to its end, `clear_away` ends what runs without one; `next_begun` was begun before the agent
-    came to life, and is asked for before anything new. `register_again` is called when the other side does not know
-    the worker, with what `registration` said before the poll.
+    """`take` runs a lease to its end and `clear_away` stops a run without a lease. `next_begun` gives
+    attempts of an earlier process, which come before new polls. `register_again` gets the number that
+    `registration` had before the poll, when the hub does not know the worker.
     """
 
     def __init__(
@@ -104,7 +100,7 @@ class Slots:
         outage: Outage,
     ) -> None:
         self.quiet = asyncio.Event()
-        """Set while every slot rests: nothing is polled, run or reported."""
+        """Set while no slot polls, runs or reports."""
         self.instance = ""
         """As in the registration."""
         self._api = api
@@ -120,7 +116,7 @@ class Slots:
         self._parked: set[asyncio.Task[Any]] = set()
         self._recalled: set[asyncio.Task[Any]] = set()
         self._resting = 0
-        # The same poll asked again must have the same id, another one never: also after a restart under one name.
+        # A repeated poll needs the same id, a new one another id, also after a restart under the same name.
         self._poll_prefix = secrets.token_hex(8)
         self._polls = 0
 
@@ -128,19 +124,19 @@ class Slots:
         self._gate.set()
 
     def close(self) -> None:
-        """Takes nothing more. What runs goes on."""
+        """Stops polling. Running jobs go on."""
         self._gate.clear()
         self.recall()
 
     def recall(self) -> None:
-        """Ends the parked polls; while the gate is open they are asked again at once, under the same ids."""
-        # The task that calls is not parked, whatever it was about to do.
+        """Ends the parked polls. While the slots are open they poll again at once, under the same ids."""
+        # The calling task is not parked, even if it is listed.
         for task in self._parked - self._recalled - {asyncio.current_task()}:
             self._recalled.add(task)
             task.cancel()
 
     async def run_one(self) -> None:
-        """The life of one slot."""
+        """Runs one slot for ever."""
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._settings)
         poll: Poll | None = None
@@ -152,13 +148,13 @@ class Slots:
             if begun is None:
                 begun = self._next_begun()
             if begun is not None:
-                # The poll of back then gets the lease of back then, if that is still alive.
+                # The earlier process's poll id gets its lease again, if that is still alive.
                 asked = Poll(self._worker_id, PollId(begun.poll_id), 0.0, self.instance)
             else:
                 asked = poll = poll or self._new_poll()
             is_answered, job = await self._poll(asked, backoff)
             if not is_answered:
-                # The answer may be lost, not the lease: the same poll is asked again.
+                # The hub may have granted a lease whose answer was lost: the slot repeats the same poll.
                 continue
             if begun is None:
                 poll = None

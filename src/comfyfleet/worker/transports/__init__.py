@@ -1,1 +1,1 @@
-"""The workers' door over the wire: a `WorkerApi` for each way to reach a hub."""
+"""One `WorkerApi` for each transport to a hub."""

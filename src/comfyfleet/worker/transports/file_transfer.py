@@ -1,10 +1,7 @@
-"""Moving files by links: piece by piece between this machine's disk and a hub or its storage, never through memory.
+"""Moves files by signed links between this machine's disk and a hub or its storage, in pieces.
 
-A link is its own proof. So this session knows no key: wherever a link leads, the worker's key does not travel along.
-
-A large output on its way in parts: a few at a time, each with a link of its own, and each tried again by itself.
-
-So a way that breaks costs a part and not the whole. How bytes travel by a link is `file_transfer.py`'s.
+A link is its own authorization, so this session has no key: the worker's key never goes where a link leads.
+Large outputs go in parts, each with its own link and its own retries.
 """
 
 from __future__ import annotations
@@ -35,6 +32,11 @@ from comfyfleet.worker.job_files import side_by_side
 
 _PIECE = 1 << 20
 _MAX_REFUSAL = 1 << 16
+_TRIES = 5
+_BASE_S = 0.25
+
+LinkOf = Callable[[FilePart, str], Awaitable[FileGrant]]
+"""Asks for a link to a part with this SHA-256."""
 
 
 class FileTransfer:
@@ -42,9 +44,9 @@ class FileTransfer:
 
     def __init__(self, hub: str, *, connect_s: float, quiet_s: float, trust: ssl.SSLContext | None) -> None:
         self.hub = hub
-        """What a link without a host belongs to."""
+        """The base address of links without a host."""
         self._trust = trust
-        # However large a file is: a transfer may take as long as it moves.
+        # No limit for the whole: a transfer may take as long as bytes move.
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=quiet_s, sock_connect=connect_s)
         self._session: aiohttp.ClientSession | None = None
 
@@ -54,7 +56,7 @@ class FileTransfer:
             self._session = None
 
     async def get(self, link: str, path: Path, bound: int | None) -> None:
-        """To the path, written anew. More than `bound` is not fetched: it is not what was promised already."""
+        """Replaces the file at the path. Stops after `bound` bytes, because the file is already too long."""
         url = resolved(self.hub, link)
         try:
             async with self._opened().get(
@@ -75,9 +77,9 @@ class FileTransfer:
     async def put(
         self, link: str, path: Path, headers: Mapping[str, str], part: FilePart | None = None
     ) -> None:
-        """`headers`: those that the link was made for. The whole file, or a part of it."""
+        """`headers` are those that the link was signed for. Without `part` it sends the whole file."""
         url = resolved(self.hub, link)
-        # A part has no type; one that was not signed must not be sent.
+        # The link of a part signs no content type, so none may be sent.
         sent = headers if part is not None else {"content-type": "application/octet-stream", **headers}
         try:
             with await asyncio.to_thread(path.open, "rb") as content:
@@ -93,7 +95,7 @@ class FileTransfer:
                     if response.status >= 300:
                         raise refusal_by_link(link, response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"a file did not get to {place(url)}: {told(error)}") from error
+            raise Fault(f"a file could not be sent to {place(url)}: {told(error)}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -111,13 +113,6 @@ async def _read(content: BinaryIO, part: FilePart) -> AsyncIterator[bytes]:
         yield piece
 
 
-_TRIES = 5
-_BASE_S = 0.25
-
-LinkOf = Callable[[FilePart, str], Awaitable[FileGrant]]
-"""Asks for a link to a part of this SHA-256."""
-
-
 async def put_parts(links: FileTransfer, path: Path, size: int, plan: PartPlan, link_of: LinkOf) -> None:
     await side_by_side([_put(links, path, part, link_of) for part in parts_of(size, plan)])
 
@@ -126,7 +121,7 @@ async def _put(links: FileTransfer, path: Path, part: FilePart, link_of: LinkOf)
     digest = await asyncio.to_thread(_digest, path, part)
     for tries_left in reversed(range(_TRIES)):
         try:
-            # Asked for anew each time: a link may expire while others are under way.
+            # A link may expire while other parts are sent, so each try asks for a new one.
             grant = await link_of(part, digest)
             await links.put(grant.url, path, grant.headers, part)
             return

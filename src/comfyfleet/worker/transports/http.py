@@ -1,7 +1,8 @@
-"""The workers' door over HTTP: a `WorkerApi` that asks a hub. Outbound connections alone, so it works behind NAT.
+"""The worker API over HTTP. It only opens outbound connections, so a worker behind NAT can use it.
 
-A refusal of the hub is raised as the refusal it was; whatever else goes wrong on the way is a `Fault`, and the agent
-tries again. Capabilities go over once; polls carry their hash, and a hub that does not know it asks for them anew.
+It raises the hub's refusals as they are and any other error as a `Fault`, after which the agent tries again.
+Polls carry the hash of the capabilities; a hub that does not know the hash refuses, and the agent registers
+again.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ from comfyfleet.worker.transports.file_transfer import FileTransfer, put_parts
 T = TypeVar("T")
 
 ANSWER_S = 15.0
-"""What a call may take beyond what it waits for."""
+"""The time for an answer, beyond the time that the call waits."""
 LEFT_FOR = (RefusalCode.UNAVAILABLE, RefusalCode.UNAUTHENTICATED)
-"""Of several hubs another one may do what this one refuses: it is stopping, or it is of another fleet."""
+"""After these the next hub is tried: this one is stopping, or it belongs to another fleet."""
 _PACK_FROM_BYTES = 16 * 1024
 _QUIET_S = 120.0
 _ASK_AGAIN_S = 60.0
-"""A hub that keeps no files is asked again after this long, and when it does not know its workers any more."""
+"""A hub without file storage is asked again after this time, and after the next registration."""
 
 
 class HttpWorkerApi:
-    """An async context manager; closing twice is harmless. One serves any number of agents."""
+    """An async context manager that any number of agents can share. It can be closed twice."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class HttpWorkerApi:
         trust: ssl.SSLContext | None = None,
         spool: Path | None = None,
     ) -> None:
-        """Of several addresses, of hubs on one store, one is asked until it does not answer; then the next one is."""
+        """Several addresses are hubs on one store: one is used until it does not answer, then the next."""
         self._urls = tuple(each.rstrip("/") for each in ((url,) if isinstance(url, str) else url))
         self._url = self._urls[0]
         self._headers = {"content-type": "application/json"}
@@ -102,7 +103,7 @@ class HttpWorkerApi:
             self._session = None
         await self._links.close()
 
-    # the door
+    # calls
 
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         capabilities = msgspec.to_builtins(call.capabilities)
@@ -117,7 +118,7 @@ class HttpWorkerApi:
             is_refused = refusal.code is not RefusalCode.INVALID_REQUEST
             if body.instance is None or is_refused or call.offline_reason:
                 raise
-            # An older hub, which does not ask who it is.
+            # A hub of an older version does not know `instance`.
             self._tells_instance = False
             answer = await self._ask(
                 "register", msgspec.structs.replace(body, instance=None), wire.RegisteredBody
@@ -139,14 +140,14 @@ class HttpWorkerApi:
         knows = self._knows_nodes.get(worker_id)
         if knows:
             return
-        # A hub that does not say is an older one, which takes no signatures.
+        # A hub of an older version does not say, and takes no signatures.
         signatures = {} if knows is None else nodes.signatures
         try:
             await self._send("describe", wire.DescribeBody(worker_id, nodes.definitions, signatures))
         except Refusal as refusal:
             if refusal.code is not RefusalCode.TOO_LARGE or not signatures:
                 raise
-            # The widgets are a third of it, and workflows of the editor need them; the rest is found out by trying.
+            # Definitions are a third of the size, and editor workflows need them. Signatures are optional.
             await self._send("describe", wire.DescribeBody(worker_id, nodes.definitions))
 
     async def poll(self, call: Poll) -> LeasedJob | None:
@@ -194,7 +195,7 @@ class HttpWorkerApi:
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         await self._send("unregister", wire.UnregisterBody(worker_id, reason[:1_000]))
 
-    # what a job brings
+    # input files
 
     async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
         if file.url is None:
@@ -204,7 +205,7 @@ class HttpWorkerApi:
         except Refusal as refusal:
             if refusal.code is not RefusalCode.UNAUTHENTICATED:
                 raise
-        # The link has expired: other files came first, or the lease was told again.
+        # The link has expired, because other files came first or the lease was sent again.
         body = wire.HeartbeatBody(job.worker_id, (wire.lease_body(job.ref),), inputs=True)
         answer = await self._ask("heartbeat", body, wire.HeartbeatAnswer)
         for each in (each for lease in answer.inputs for each in lease.inputs):
@@ -214,10 +215,10 @@ class HttpWorkerApi:
             raise Refusal(RefusalCode.LEASE_LOST, "the lease is over")
         raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file.file_id!r} (any more)")
 
-    # what a run left
+    # output files
 
     async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
-        """By way of this machine's disk: a file may be larger than what a worker has to spare in memory."""
+        """Goes through this machine's disk: a file may be larger than the worker's free memory."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._keeps_none_until:
             return None
@@ -231,7 +232,7 @@ class HttpWorkerApi:
             except Refusal as refusal:
                 if refusal.code is not RefusalCode.NOT_FOUND:
                     raise
-                # This hub keeps no files: the caller has the server's own links. It may be started anew with a folder.
+                # A hub without storage: callers get the server's links. It may restart with a folder.
                 self._keeps_none_until = loop.time() + _ASK_AGAIN_S
                 return None
             if granted.parts is not None:
@@ -248,14 +249,13 @@ class HttpWorkerApi:
         return link
 
     def spooling(self) -> Path | None:
-        """Where files lie on their way; unless said, where the system has its temporary ones."""
+        """The folder for files in transit. None: the system's temporary folder."""
         return self._spool if self._spool is not None and self._spool.is_dir() else None
 
-    # the way
+    # requests
 
     def _leave(self, url: str) -> None:
-        """That hub does not answer: whoever asks next asks the one behind it. What was known of it is not known of that
-        one; workers, leases and keys are in the store that they share."""
+        """Switches to the next hub. Hubs share workers, leases and keys, but not their features."""
         if url != self._url or len(self._urls) == 1:
             return
         self._url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
@@ -271,7 +271,7 @@ class HttpWorkerApi:
         return _decode(await self._send(name, body, wait_s) or b"", kind)
 
     async def _send(self, name: str, body: msgspec.Struct, wait_s: float = 0.0) -> bytes | None:
-        """The answer's content; None for an answer without."""
+        """Returns the body of the answer; None for status 204."""
         content = msgspec.json.encode(body)
         is_large = len(content) >= _PACK_FROM_BYTES
         for left in reversed(range(len(self._urls))):
@@ -279,7 +279,7 @@ class HttpWorkerApi:
             try:
                 return await self._post(url, name, content, is_large, wait_s)
             except aiohttp.ClientConnectorError as error:
-                # Nobody took it, so another hub may be asked at once.
+                # No hub received the call, so it may go to the next one at once.
                 self._leave(url)
                 if not left:
                     raise unreached(error, url) from error
@@ -291,7 +291,7 @@ class HttpWorkerApi:
                     self._leave(url)
                 raise
             except Fault:
-                # A proxy whose hub is gone, or somebody else at its address.
+                # A proxy without its hub, or another server at this address.
                 self._leave(url)
                 raise
         raise AssertionError("there is a hub")
@@ -299,7 +299,7 @@ class HttpWorkerApi:
     async def _post(self, url: str, name: str, content: bytes, is_large: bool, wait_s: float) -> bytes | None:
         async with self._opened().post(
             f"{url}/api/worker/{name}",
-            # As a file, what is large goes out piece by piece and lets others run in between.
+            # As a file, a large body is sent in pieces, and other tasks run in between.
             data=io.BytesIO(content) if is_large else content,
             compress="deflate" if is_large else None,
             headers={} if (trace := traceparent()) is None else {"traceparent": trace},
@@ -326,7 +326,7 @@ class HttpWorkerApi:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # One connection for each parked poll, so their number must not be bounded here.
+            # Each parked poll has its connection, so their number is not bounded here.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, ssl=True if self._trust is None else self._trust),
                 headers=self._headers,
@@ -339,11 +339,11 @@ def unreached(error: Exception, url: str) -> Fault:
 
 
 def no_key(url: str) -> Refusal:
-    """In place of what the hub says, which is about headers."""
+    """Replaces the hub's answer, which is about headers."""
     return Refusal(
         RefusalCode.UNAUTHENTICATED,
-        f"the hub at {url} wants a key: `comfyfleet key invite` there makes a token for --enrol TOKEN here; "
-        "or set COMFYFLEET_KEY",
+        f"the hub at {url} requires a key: run `comfyfleet key invite` there and pass its token here with "
+        "--enrol TOKEN, or set COMFYFLEET_KEY",
     )
 
 
@@ -351,4 +351,4 @@ def _decode(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Fault(f"the hub's answer cannot be understood: {error}") from error
+        raise Fault(f"cannot decode the hub's answer: {error}") from error

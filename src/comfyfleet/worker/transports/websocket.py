@@ -1,11 +1,7 @@
-"""The workers' door over one WebSocket: the calls of `http.py`, for any number of slots on a single connection.
+"""The worker API over one WebSocket: the calls of `http.py` for any number of slots on a single connection.
 
-Every call carries a number and its answer brings it back. A connection that is lost fails what waits on it with a
-`Fault`, as HTTP does; whoever calls next connects anew, in pauses that grow. Leases live at the hub and outlive the
-connection. Files, and what is too large for a message, go over HTTP as before.
-
-A proxy on the way may take less than a hub does, and closes the connection for what is larger. What it closed for is
-sent over HTTP, and so is what is as large from then on.
+A lost connection fails its open calls with a `Fault`; the next call connects again, in growing pauses. Files
+and large messages go over HTTP: a proxy may accept less than the hub and close the connection.
 """
 
 from __future__ import annotations
@@ -35,26 +31,26 @@ _TYPES = {kind.route.removeprefix("worker_"): type_ for type_, kind in websocket
 _PARKING = frozenset({"poll", "commands"})
 _LARGEST_ANSWER_BYTES = 256 * 1024 * 1024
 _PING_S = 15.0
-"""A hub that answers no ping for half of it is gone, whatever the network says."""
+"""A hub that does not answer a ping within half of this time is gone."""
 _CLOSE_S = 2.0
 _TRIES = AgentSettings(backoff_cap_s=2.0)
-"""How soon after a connection another one is tried, until a call is answered."""
+"""The pauses between connections until a call is answered."""
 _ALWAYS_TAKEN_BYTES = 16 * 1024
-"""Smaller messages are never what a connection was closed for."""
+"""A message of at most this size never causes a connection to be closed."""
 _LOSSES_WITH_LARGE = 2
 _LOSSES_WITH_POLLS = 5
-"""So many connections in a row end without a reason, and what waited on them is sent over HTTP."""
+"""After this many connections in a row that end without a reason, the calls that waited on them use HTTP."""
 _LOST = "the connection to the hub was lost"
 _ENCODER = msgspec.json.Encoder()
 _ANSWER = msgspec.json.Decoder(websocket.AgentAnswer)
 
 
 class _TooLarge(Fault):
-    """The connection was closed for the size of a message: this call's, or the answer to it."""
+    """The connection was closed because this message, or its answer, was too large."""
 
 
 class WebSocketWorkerApi(HttpWorkerApi):
-    """An async context manager; closing twice is harmless. One serves any number of agents."""
+    """An async context manager that any number of agents can share. It can be closed twice."""
 
     def __init__(
         self,
@@ -74,9 +70,9 @@ class WebSocketWorkerApi(HttpWorkerApi):
         self._largest = websocket.AGENT_MESSAGE_BYTES
         self._losses_with_large = 0
         self._losses_with_polls = 0
-        """Connections lost without a reason, since there was such an answer, while a large message or polls waited."""
+        """Connections in a row that were lost without a reason while a large message or a poll waited."""
         self._polls_over_http = False
-        """An answer to a poll holds a job, which may be of any size."""
+        """The answer to a poll contains a job of any size."""
 
     async def close(self) -> None:
         if self._connecting is not None:
@@ -101,7 +97,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
             answer = await line.ask(name, call_id, frame, wait_s + self._answer_s)
         except _TooLarge:
             self._send_less(len(frame))
-            # Reports may be repeated, and a poll keeps its id.
+            # Reports are idempotent, and a poll keeps its id.
             return await super()._send(name, body, wait_s)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise unreached(error, self._url) from error
@@ -116,8 +112,8 @@ class WebSocketWorkerApi(HttpWorkerApi):
         return None if answer.status == 204 else bytes(answer.body)
 
     def _lost(self, largest: int, has_polls: bool) -> None:
-        """Where a proxy hangs up in the middle of a message, nothing says why. Networks and restarts do so too,
-        but not at each large message or each job."""
+        """A proxy that hangs up gives no reason. Networks and restarts also break connections, but not at
+        each large message or each job."""
         if largest > _ALWAYS_TAKEN_BYTES:
             self._losses_with_large += 1
             if self._losses_with_large >= _LOSSES_WITH_LARGE:
@@ -128,18 +124,20 @@ class WebSocketWorkerApi(HttpWorkerApi):
                 self._send_less(0)
 
     def _send_less(self, size: int) -> None:
-        """A message of this size ended its connection; if it is small, the answer to it did."""
+        """A message of this size ended its connection; if it is small, its answer did."""
         if size > _ALWAYS_TAKEN_BYTES:
             self._losses_with_large = 0
             self._largest = min(self._largest, max(_ALWAYS_TAKEN_BYTES, size // 2))
-            what = f"a message of {size} bytes: what has more than {self._largest} goes over HTTP from now on"
+            what = (
+                f"a message of {size} bytes: messages of more than {self._largest} go over HTTP from now on"
+            )
         elif not self._polls_over_http:
             self._polls_over_http = True
-            what = "the size of an answer: jobs are asked for over HTTP from now on"
+            what = "the size of an answer: polls go over HTTP from now on"
         else:
             return
         _log.warning(
-            "the WebSocket to %s was closed for %s. A proxy on the way takes smaller messages than the hub",
+            "the WebSocket to %s was closed because of %s. A proxy accepts smaller messages than the hub",
             self._url,
             what,
         )
@@ -149,8 +147,8 @@ class WebSocketWorkerApi(HttpWorkerApi):
             return self._line
         now = asyncio.get_running_loop().time()
         if self._connecting is None or (self._connecting.done() and now >= self._again_at):
-            # One attempt for all who wait, owned by none of them: the first to give up must not fail the rest.
-            # And one for all who come soon after: a hub that turns us away is not asked by each slot for itself.
+            # All waiting calls share one attempt: the first to give up must not fail the rest.
+            # Calls that follow soon share it too, so that not every slot asks a hub that refuses.
             self._again_at = now + self._backoff.next_s()
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(_look_at)
@@ -160,7 +158,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         return connecting.result()
 
     async def _connect(self) -> _Line:
-        """To the hub that was asked last, else to the next one that answers."""
+        """Connects to the hub of the last call, or to the next one that answers."""
         if self._line is not None:
             await self._line.close()
             self._line = None
@@ -195,11 +193,11 @@ class WebSocketWorkerApi(HttpWorkerApi):
             raise unreached(error, url) from error
         if connection.protocol != websocket.AGENT_PROTOCOL:
             await connection.close()
-            raise Fault(f"what answers at {url}/hub knows no agents: use HTTP, or a newer hub")
+            raise Fault(f"{url}/hub does not support agents: use HTTP, or a newer hub")
         return _Line(connection, self._lost)
 
     async def _unwelcome(self, url: str, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
-        told = f"the hub at {url} opens no WebSocket for us ({error.status})"
+        told = f"the hub at {url} refused the WebSocket ({error.status})"
         if self._has_no_key and KINDS[RefusalCode.UNAUTHENTICATED].status == error.status:
             return no_key(url)
         for code in (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED):
@@ -210,19 +208,19 @@ class WebSocketWorkerApi(HttpWorkerApi):
 
 
 class _Line:
-    """One connection and who waits on it."""
+    """One connection and the calls that wait on it."""
 
     def __init__(
         self, connection: aiohttp.ClientWebSocketResponse, on_lost: Callable[[int, bool], None]
     ) -> None:
-        """`on_lost` is told of an end without a reason: the size of the largest message that had no answer, and whether
-        polls had none."""
+        """`on_lost` is called for an end without a reason, with the size of the largest unanswered message
+        and whether polls were unanswered."""
         self._connection = connection
         self._on_lost = on_lost
         self._is_leaving = False
         self._waiting: dict[int, asyncio.Future[websocket.AgentAnswer]] = {}
         self._sizes: dict[int, int] = {}
-        """Of what was sent by those who wait."""
+        """The message sizes of the waiting calls."""
         self._polls: set[int] = set()
         self._chores: set[asyncio.Task[None]] = set()
         self._is_over = False
@@ -241,10 +239,10 @@ class _Line:
             self._polls.add(call_id)
         try:
             try:
-                # Returns once there is room on the way: whoever has much to say waits here.
+                # Returns once the send buffer has space: callers of large messages wait here.
                 await self._connection.send_str(frame.decode())
             except (aiohttp.ClientError, OSError):
-                # It was closed meanwhile. Why is read from what the other side said last.
+                # The connection was closed meanwhile. The reader finds the reason in the last frame.
                 await asyncio.wait({answer}, timeout=_CLOSE_S)
                 if not answer.done():
                     raise
@@ -254,7 +252,7 @@ class _Line:
             del self._waiting[call_id], self._sizes[call_id]
             self._polls.discard(call_id)
             if answer.done():
-                # Looked at, also where whoever asked is gone: otherwise a lost connection is logged for each of them.
+                # Retrieved even if the caller is gone: otherwise asyncio logs each lost connection.
                 answer.exception()
             elif name in _PARKING and self.is_open:
                 self._withdraw(call_id)
@@ -263,7 +261,7 @@ class _Line:
         return answer.result()
 
     def _withdraw(self, request_id: int) -> None:
-        """Says that a slot is not idle any more; whoever asked for it has no time to wait until that is said."""
+        """Tells the hub that the slot is not idle any more. The caller does not wait for it."""
         call = websocket.AgentCall(websocket.WITHDRAW, request_id)
         task = asyncio.create_task(self._connection.send_str(_ENCODER.encode(call).decode()))
         self._chores.add(task)
@@ -292,7 +290,7 @@ class _Line:
             for call_id, answer in self._waiting.items():
                 if answer.done():
                     continue
-                # The largest message, or the answer to a small one.
+                # The cause is the largest message, or the answer to a small one.
                 is_blamed = is_size and (largest <= _ALWAYS_TAKEN_BYTES or self._sizes[call_id] == largest)
                 answer.set_exception((_TooLarge if is_blamed else Fault)(_LOST))
 
@@ -307,6 +305,6 @@ class _Line:
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:
-    """What became of it is told to whoever waits, if anybody does."""
+    """Retrieves the exception, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
