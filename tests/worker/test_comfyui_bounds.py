@@ -194,7 +194,7 @@ async def test_a_frame_of_three_gigabytes_is_not_taken_in() -> None:
         with at_most(12 * MEGABYTE):
             async with ComfyUI(fake.url, SMALL) as connector:
                 await eventually(lambda: connector.defect is not None)
-                assert connector.defect == "its websocket sends messages of more than 1048576 bytes"
+                assert connector.defect == "its WebSocket sends messages of more than 1048576 bytes"
                 assert not await connector.check_health()
 
 
@@ -234,7 +234,7 @@ async def test_a_file_that_says_how_large_it_is_stays_on_its_server_which_is_not
 async def test_no_file_takes_the_last_of_the_disk(tmp_path: Path) -> None:
     async with server_and_connector(tuned(min_free_bytes=1 << 60)) as (fake, connector):
         (fake.disk.base / "output" / "out.png").write_bytes(b"x")
-        with pytest.raises(FileTooLarge, match="room for no more"):
+        with pytest.raises(FileTooLarge, match="which is the limit"):
             await connector.save(FILE, tmp_path / "out.png")
         assert names_in(tmp_path) == []
 
@@ -278,7 +278,7 @@ async def test_no_request_and_no_websocket_goes_where_a_server_sends_it(tmp_path
 async def test_a_packed_answer_is_not_unpacked() -> None:
     bomb = web.Response(body=gzip.compress(bytes(64 * MEGABYTE)), headers={"Content-Encoding": "gzip"})
     async with elsewhere(queue=bomb) as (url, _), ComfyUI(url, SMALL) as connector:
-        with at_most(4 * MEGABYTE), pytest.raises(Unreachable, match="packed"):
+        with at_most(4 * MEGABYTE), pytest.raises(Unreachable, match="compressed"):
             await connector._api.queue()
 
 

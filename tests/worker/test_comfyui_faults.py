@@ -468,7 +468,7 @@ async def test_a_prompt_that_somebody_else_removed_is_not_waited_for() -> None:
         await connector._api.delete(attempt.prompt_id)
         failure = await attempt.failure()
         assert failure.kind is FailureKind.INTERRUPTED
-        assert "somebody else" in failure.message
+        assert "another client" in failure.message
         await other.result()
 
 

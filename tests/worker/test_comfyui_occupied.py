@@ -62,7 +62,7 @@ async def test_a_thread_that_somebody_elses_prompt_killed_is_found_by_our_prompt
         await occupy(connector, slow())
         attempt = Attempt(connector, leased(picture(), timeouts=START))
         occupied = await given_back(attempt)
-        assert "prompt foreign of somebody else" in occupied.failure.message
+        assert "prompt foreign of another client" in occupied.failure.message
         assert [item[1] for item in await queue_of(fake, connector)] == ["foreign"], "ours was taken back"
         assert not await connector.check_health()
         assert connector.defect is not None and "its execution thread is dead; restart it" in connector.defect

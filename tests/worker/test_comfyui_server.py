@@ -142,7 +142,7 @@ async def test_what_speaks_no_http_is_no_server_and_hears_our_credentials_from_n
     ):
         with pytest.raises(Exception, match="does not speak HTTP") as failed:
             await connector.inventory()
-        await eventually(lambda: "no websocket" in caplog.text)
+        await eventually(lambda: "no WebSocket" in caplog.text)
     assert "secret" not in repr(failed.value) + caplog.text
 
 

@@ -29,7 +29,7 @@ def test_a_connector_is_made_by_the_name_of_its_service() -> None:
 @pytest.mark.parametrize(
     ("service", "address", "told"),
     [
-        ("langflow", "http://x", "there are: comfyui, simulated"),
+        ("langflow", "http://x", "choose one of: comfyui, simulated"),
         ("comfyui", "ftp://x", "http or https"),
         ("simulated", "soon", "seconds"),
         ("simulated", "nan", "seconds"),

@@ -1,7 +1,6 @@
-"""Which services there are connectors for: the one place where a new one is entered.
+"""The services that have a connector. A new connector is entered here.
 
-A connector is made from an address alone, and whatever headers go with it, so that a command line can name any of them:
-`--service NAME=ADDRESS`. What a service does with its address is its connector's business.
+A connector needs only an address and headers, so the command line can name any: `--service NAME=ADDRESS`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 
 Factory = Callable[[str, Mapping[str, str]], Connector]
-"""From an address and headers. Raises `ValueError` where the address will not do."""
+"""Takes an address and headers. Raises `ValueError` for an invalid address."""
 
 
 def _comfyui(address: str, headers: Mapping[str, str]) -> Connector:
@@ -28,7 +27,9 @@ def _simulated(address: str, _headers: Mapping[str, str]) -> Connector:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ValueError(f"a simulated service has no address but the seconds a run takes, not {address!r}")
+        raise ValueError(
+            f"the address of a simulated service is the seconds that a run takes, not {address!r}"
+        )
     return SimulatedConnector("simulated", behaviour=seconds)
 
 
@@ -36,8 +37,8 @@ CONNECTORS: Mapping[str, Factory] = {"comfyui": _comfyui, "simulated": _simulate
 
 
 def connect(service: str, address: str, headers: Mapping[str, str] | None = None) -> Connector:
-    """Raises `ValueError` with the services there are, or with what is wrong with the address."""
+    """Raises `ValueError` for an unknown service or an invalid address."""
     factory = CONNECTORS.get(service)
     if factory is None:
-        raise ValueError(f"there is no connector for {service!r}; there are: {', '.join(CONNECTORS)}")
+        raise ValueError(f"there is no connector for {service!r}; choose one of: {', '.join(CONNECTORS)}")
     return factory(address, headers or {})

@@ -1,7 +1,6 @@
-"""A connector without a server: jobs end as a behaviour says. For tests, benchmarks and simulations.
+"""A connector without a server, for tests, benchmarks and simulations: a behaviour decides how each job ends.
 
-It keeps the promises of every connector (cancel stops a run and returns once it is over; failures are classified), so
-an agent cannot tell it from a real one.
+It keeps the contract of every connector, so an agent cannot tell it from a real one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _EMPTY = JobResult()
 
 
 def instant(result: JobResult = _EMPTY) -> Behaviour:
-    """Completes at once and tells nothing on the way."""
+    """Completes at once and reports no progress."""
 
     async def behave(_job: LeasedJob, _report: Reporter) -> JobResult:
         return result
@@ -40,7 +39,7 @@ def instant(result: JobResult = _EMPTY) -> Behaviour:
 def takes(
     seconds: float, *, steps: int = 4, sleep: Sleep = asyncio.sleep, result: JobResult = _EMPTY
 ) -> Behaviour:
-    """Completes after a time, with the news a real run gives: accepted, started, each step."""
+    """Completes after a time and reports like a real run: accepted, started, each step."""
 
     async def behave(job: LeasedJob, report: Reporter) -> JobResult:
         report(ProgressReport(job.ref, ProgressKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
@@ -56,7 +55,7 @@ def takes(
 
 
 def fails(failure: Failure, times: int | None = None, then: Behaviour | None = None) -> Behaviour:
-    """Fails so many times (None: always), then behaves as told, at once by default."""
+    """Fails this many times (None: always), then follows `then`, by default `instant()`."""
     left = times
     afterwards = then or instant()
 
@@ -77,13 +76,13 @@ def hangs() -> Behaviour:
         report(ProgressReport(job.ref, ProgressKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
         report(ProgressReport(job.ref, ProgressKind.STARTED))
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets this event")
+        raise AssertionError("this event is never set")
 
     return behave
 
 
 class SimulatedRun:
-    """One call of `process_job`, kept for whoever wants to know what happened."""
+    """One call of `process_job`, kept for tests to look at."""
 
     __slots__ = ("job", "state", "task")
 
@@ -94,9 +93,9 @@ class SimulatedRun:
 
 
 class SimulatedConnector:
-    """`behaviour` is a function, a number of seconds, or None for at once.
+    """`behaviour` is a function, a number of seconds, or None for instant jobs.
 
-    What the pretended server is can be changed at any time: `capabilities`, `live`, `boot`, `is_healthy`.
+    `capabilities`, `live`, `boot` and `is_healthy` can be changed at any time.
     """
 
     def __init__(
@@ -119,14 +118,14 @@ class SimulatedConnector:
             behaviour = takes(behaviour, sleep=sleep)
         self._behaviour = behaviour
         self.runs: deque[SimulatedRun] = deque(maxlen=keep_runs)
-        """The newest ones."""
+        """Only the newest."""
         self.run_count = 0
         self.cancels: deque[LeasedJob] = deque(maxlen=keep_runs)
         self.inventory_count = 0
         self.is_open = False
         self._running: dict[str, SimulatedRun] = {}
 
-    # what happens to the pretended server
+    # events of the simulated server
 
     def go_down(self) -> None:
         self.is_healthy = False
@@ -140,7 +139,7 @@ class SimulatedConnector:
         if self.on_connection is not None:
             self.on_connection(True)
 
-    # the port
+    # Connector
 
     async def open(self) -> None:
         self.is_open = True
@@ -165,7 +164,7 @@ class SimulatedConnector:
             run.state = "completed"
             return _EMPTY
         self._running[job.attempt_id] = run
-        # A task of its own, so that a cancel of the job is not a cancel of whoever waits for it.
+        # In its own task, so that cancelling the job does not cancel the caller.
         run.task = asyncio.ensure_future(self._behaviour(job, report))
         try:
             result = await run.task

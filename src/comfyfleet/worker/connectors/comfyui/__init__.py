@@ -1,4 +1,4 @@
-"""Speaks to ComfyUI servers from 0.3.45 on: runs an attempt, stops it, finds out what became of it."""
+"""The connector for ComfyUI servers, from version 0.3.45 on."""
 
 from comfyfleet.worker.connectors.comfyui.connector import ComfyUI
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, server_id

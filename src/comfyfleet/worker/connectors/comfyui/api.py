@@ -1,7 +1,7 @@
-"""HTTP to one ComfyUI server: one method for each question, an answer or `Unreachable`.
+"""HTTP requests to one ComfyUI server: each method returns an answer or raises `Unreachable`.
 
-Owns the session, timeouts, credentials and the reading of JSON that is not quite JSON. It never repeats a request:
-whether that is safe is known only to those who ask.
+It owns the session, timeouts, credentials and the lenient reading of JSON. It never repeats a request,
+because only the caller knows whether that is safe.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, Serve
 
 CHUNK = 1 << 18
 LARGE_BODY = 1 << 20
-"""JSON beyond this size is parsed in a thread: a catalogue of nodes has megabytes."""
+"""Larger JSON is parsed in a thread: a node catalogue has megabytes."""
 
 
 class Unreachable(Exception):
-    """No useful answer came. What was asked for may have happened all the same, unless the connection was refused."""
+    """No useful answer came. The request may have been carried out, unless the connection was refused."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class Unreachable(Exception):
     ) -> None:
         super().__init__(reason)
         self.status = status
-        """Of an answer that was no use."""
+        """The status of a useless answer."""
         self.is_refused = is_refused
         """No connection was made, so nothing was sent."""
         self.is_closed = is_closed
-        """Its port refuses connections: no process is there."""
+        """The port refuses connections: no process is there."""
         self.is_timeout = is_timeout
 
 
 class HttpRefusals:
-    """For how long a port has been refusing connections, each time it was tried."""
+    """Measures how long a port has refused every connection."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
@@ -61,7 +61,7 @@ class HttpRefusals:
         self._since = None
 
     def are_enough(self, error: Unreachable) -> bool:
-        """Whether it is certain by now that nobody is there."""
+        """Whether it is certain that no process is there."""
         now = asyncio.get_running_loop().time()
         if not error.is_closed:
             self._since = None
@@ -71,7 +71,7 @@ class HttpRefusals:
 
 
 class AnswerTooLarge(Unreachable):
-    """The server sends more than it may. What a prompt left may be the reason (`is_of_prompt`), or it is broken."""
+    """The server sent more than the limit, as a prompt's output (`is_of_prompt`) or because it is broken."""
 
     def __init__(self, reason: str, *, is_of_prompt: bool = False) -> None:
         super().__init__(reason)
@@ -81,9 +81,9 @@ class AnswerTooLarge(Unreachable):
 class ApiAnswer(msgspec.Struct, frozen=True):
     status: int
     body: Any
-    """Parsed where it is JSON, else its text."""
+    """Parsed JSON, or else the text."""
     size: int = 0
-    """Of the text, in bytes."""
+    """In bytes."""
 
     @property
     def is_ok(self) -> bool:
@@ -91,14 +91,12 @@ class ApiAnswer(msgspec.Struct, frozen=True):
 
 
 class UploadedImage(msgspec.Struct, frozen=True):
-    """A file to place in a folder of the server's."""
-
     filename: str
     data: bytes | Path
-    """What is in it, or where it lies on this machine."""
+    """The content, or its path on this machine."""
     subfolder: str
     original: dict[str, str] | None = None
-    """For a mask: the image it is laid upon."""
+    """For a mask: the image it belongs to."""
     place: Literal["input", "output"] = "input"
 
 
@@ -111,7 +109,7 @@ class ComfyApi:
         settings: ComfyUISettings,
         on_too_much: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`on_too_much` is told, in words, when the server sends more than any server should."""
+        """`on_too_much` gets a message when the server sends more than the limits allow."""
         self.address = address
         self._settings = settings
         self.on_too_much = on_too_much
@@ -124,7 +122,7 @@ class ComfyApi:
         if self.address.user is not None and "authorization" not in {name.lower() for name in headers}:
             secret = f"{self.address.user}:{self.address.password}".encode()
             headers["Authorization"] = f"Basic {base64.b64encode(secret).decode()}"
-        # Unpacked, a few kilobytes may be gigabytes: nothing packed is asked for, and none is unpacked.
+        # A few compressed kilobytes may become gigabytes, so compression is neither requested nor unpacked.
         headers["Accept-Encoding"] = "identity"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._settings.verify_tls),
@@ -148,7 +146,7 @@ class ComfyApi:
     async def submit(
         self, graph: dict[str, Any], prompt_id: str, client_id: str, timeout_s: float
     ) -> ApiAnswer:
-        # Never a `number`: two prompts with one number and one id kill the server's worker thread.
+        # Never a `number`: two prompts with the same number and id kill the server's execution thread.
         body = {"prompt": graph, "prompt_id": prompt_id, "client_id": client_id}
         return await self._ask("POST", "/prompt", timeout_s, json=body)
 
@@ -165,7 +163,7 @@ class ComfyApi:
         return await self._ask("POST", "/queue", json={"delete": [prompt_id]})
 
     async def forget(self, prompt_id: str) -> ApiAnswer:
-        """Its entry in the history."""
+        """Removes the prompt's history entry."""
         return await self._ask("POST", "/history", json={"delete": [prompt_id]})
 
     async def interrupt(self, prompt_id: str) -> ApiAnswer:
@@ -221,7 +219,7 @@ class ComfyApi:
         timeout = self._timeout(self._settings.request_s if timeout_s is None else timeout_s)
         async with (
             _reaching(self.address.base),
-            # Redirected, a POST would arrive as a GET and look like success, and credentials would go astray.
+            # A redirected POST would arrive as a GET and look like success, with our credentials elsewhere.
             self.session.request(
                 method, self.address.url(path), timeout=timeout, allow_redirects=False, **content
             ) as response,
@@ -247,10 +245,10 @@ class ComfyApi:
 
 
 async def pieces_of(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
-    """The content as it comes. Raises `AnswerTooLarge` as soon as it is known to be more."""
+    """The content in pieces. Raises `AnswerTooLarge` as soon as there is more."""
     packed = response.headers.get("Content-Encoding", "identity").strip().lower()
     if packed not in ("", "identity"):
-        raise Unreachable(f"the server answered packed by {packed[:20]!r}, which it was not asked for")
+        raise Unreachable(f"the server compressed its answer ({packed[:20]!r}) without being asked")
     size = response.content_length or 0
     if size <= most:
         size = 0
@@ -260,22 +258,22 @@ async def pieces_of(response: aiohttp.ClientResponse, most: int) -> AsyncIterato
                 break
             yield chunk
     if size > most:
-        # Not read to its end: the connection is of no use any more.
+        # The rest is not read, so the connection cannot be used again.
         response.close()
         raise AnswerTooLarge(f"more than {most} bytes")
 
 
 def _count(body: bytes, most: int) -> None:
-    """Signs between values, those in texts too: more values there cannot be."""
+    """Counts separators, also those in texts: there cannot be more values than that."""
     if len(body) > most and body.count(b",") + body.count(b"[") + body.count(b"{") > most:
         raise AnswerTooLarge(f"more than {most} values")
 
 
 def _follows_nobody() -> aiohttp.TraceConfig:
-    """A websocket would follow a redirect to wherever a server sends it, with our credentials."""
+    """A WebSocket would follow any redirect, with our credentials."""
 
     async def refuse(*_: object) -> None:
-        raise aiohttp.ClientError("the server sends us to another address, which is not followed")
+        raise aiohttp.ClientError("the server redirects to another address, which is not followed")
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(refuse)
@@ -287,7 +285,7 @@ async def _reaching(url: str) -> AsyncIterator[None]:
     try:
         yield
     except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-        # Where the connection was never made, nothing was sent.
+        # Without a connection nothing was sent.
         is_refused = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
         is_closed = isinstance(error, aiohttp.ClientConnectorError) and (
             error.os_error.errno == errno.ECONNREFUSED
@@ -298,7 +296,7 @@ async def _reaching(url: str) -> AsyncIterator[None]:
 
 
 async def read_json(body: bytes) -> Any:
-    """The parsed body, or its text where it is none. NaN and infinities are read as such."""
+    """The parsed body, or its text if it is not JSON. Accepts NaN and infinities."""
     if len(body) > LARGE_BODY:
         return await asyncio.to_thread(_parse, body)
     return _parse(body)

@@ -1,7 +1,6 @@
-"""Taking a prompt back: out of the queue, or off the card, and nobody else's.
+"""Stops one prompt and no other: a waiting prompt is deleted, a running one is interrupted.
 
-Owns the repetition until the server no longer has the prompt waiting or running. A prompt that waits is deleted, one
-that runs is interrupted; between asking and acting either may turn into the other, so the truth is asked each time.
+A waiting prompt may start between the lookup and the action, so `stop` repeats both until it is gone.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 INTERRUPTS_BY_ID = (0, 3, 57)
 UNAIMED_REPEAT_S = 2.0
-"""How often an interrupt without an aim is repeated: each one may hit whoever has just started."""
+"""How often an interrupt without a prompt id is repeated: each one may hit a prompt that has just started."""
 MAX_INTERVAL_S = 2.0
 
 
 class CancelResult(msgspec.Struct, frozen=True):
     standing: PromptStatus
-    """In the end; still waiting or running only when the time was over."""
+    """Waiting or running only if the time was over."""
     was_seen: bool = False
-    """The prompt was met waiting or running."""
+    """The prompt was found waiting or running."""
 
 
 async def stop(
     api: ComfyApi, settings: ComfyUISettings, prompt_id: str, version: tuple[int, ...] | None, within_s: float
 ) -> CancelResult:
-    """Raises `Unreachable` when the server gave no answer to the last."""
+    """Raises `Unreachable` if the server does not answer until the end."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
     interval_s = settings.cancel_interval_s
@@ -46,7 +45,7 @@ async def stop(
                 interval_s = settings.cancel_interval_s
             elif standing.state is PromptState.RUNNING:
                 now = loop.time()
-                # Servers that ignore the id stop whatever runs: it was ours a moment ago, and is asked again each time.
+                # Servers that ignore the id interrupt any run, so each interrupt follows a lookup.
                 if is_aimed or interrupted_at is None or now - interrupted_at >= UNAIMED_REPEAT_S:
                     await api.interrupt(prompt_id)
                     interrupted_at = now
@@ -63,7 +62,7 @@ async def stop(
 
 
 def parse_version(text: object) -> tuple[int, ...] | None:
-    """The numbers a version begins with; None when there are none, which counts as the oldest."""
+    """The leading numbers of a version. None: there are none, which counts as the oldest version."""
     numbers: list[int] = []
     for part in text.removeprefix("v").split(".") if isinstance(text, str) else ():
         digits = part[: len(part) - len(part.lstrip("0123456789"))]

@@ -1,7 +1,7 @@
-"""The ComfyUI connector: the port `Connector` for one server.
+"""The `Connector` for one ComfyUI server.
 
-Owns what is shared by the attempts on that server (session, websocket, prompts on their way) and the order of their
-steps. What each step means is in the modules beside it; leases, retries and routing are known to neither.
+It owns what the attempts on that server share (session, WebSocket, submits) and the order of their steps. The
+modules beside it carry out the steps. Leases, retries and routing are not known here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class ComfyUI:
-    """One ComfyUI server as a `Connector`. Also an async context manager: it opens and closes."""
+    """One ComfyUI server as a `Connector`, and an async context manager that opens and closes it."""
 
     service_name = "comfyui"
 
@@ -56,10 +56,10 @@ class ComfyUI:
         self.address = parse_address(url)
         self.settings = settings or ComfyUISettings()
         self.on_connection: Callable[[bool], None] | None = None
-        """Told when the websocket is lost against our will, and when it is back."""
+        """Called when the WebSocket is lost unexpectedly, and when it is back."""
         self.client_id: str | None = None
-        """By which the server knows whom to tell of a prompt. One that is the same after a restart of this program
-        hears of what the server still runs from before."""
+        """The client to which the server sends a prompt's events, the same after a restart of this
+        program."""
         self._api = ComfyApi(self.address, self.settings, self._sends_too_much)
         self._listener: WebSocketListener | None = None
         self._client_id = ""
@@ -89,7 +89,7 @@ class ComfyUI:
         await self.close()
 
     async def open(self) -> None:
-        """Does not fail when the server is away: it is listened for until it comes."""
+        """Succeeds even if the server is away; the listener waits for it."""
         if self._listener is not None:
             return
         await self._api.open()
@@ -104,7 +104,7 @@ class ComfyUI:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        # A prompt on its way is waited for a little: cut off, nobody would know whether it arrived.
+        # Waits a little for submits: after a cut nobody knows whether the prompt arrived.
         if self._submits:
             await asyncio.wait(set(self._submits.values()), timeout=self.settings.close_s)
         for task in self._chores:
@@ -114,15 +114,15 @@ class ComfyUI:
         await listener.close()
         await self._api.close()
 
-    # the port
+    # Connector
 
     @property
     def defect(self) -> str | None:
-        """Why the last check failed, or what a run found wrong. The server's address does not stand in it."""
+        """Why the last check failed, or what a run found wrong. It contains no server address."""
         return self._vitality.defect or self._unreached
 
     async def check_health(self) -> bool:
-        """False too while the server answers and its execution thread, found dead or occupied, shows no life."""
+        """Also False while the server answers but its execution thread is dead or occupied."""
         if self._vitality.is_broken:
             return False
         self._unreached = None
@@ -138,7 +138,7 @@ class ComfyUI:
             return False
 
     async def inventory(self) -> Inventory:
-        """Raises `ServiceFailed` when the server does not tell."""
+        """Raises `ServiceFailed` if the server does not answer."""
         try:
             await self._notice_restart()
             service, machine, nodes = await inventory.ask(
@@ -148,7 +148,7 @@ class ComfyUI:
                 2 * self.settings.max_answer_bytes,
             )
         except Unreachable as error:
-            raise fail(FailureKind.TRANSIENT, f"The server did not tell what it has: {error}") from error
+            raise fail(FailureKind.TRANSIENT, f"Cannot read the server's inventory: {error}") from error
         self._machine = machine
         return Inventory(
             capabilities=Capabilities(
@@ -160,7 +160,6 @@ class ComfyUI:
         )
 
     async def find(self, names: frozenset[str]) -> frozenset[str]:
-        """Those of these node classes and models that the server has by now."""
         return await inventory.find(self._api, self.settings.inventory_s, names)
 
     async def process_job(self, job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
@@ -169,7 +168,7 @@ class ComfyUI:
         if prompt_id in self._runs:
             raise fail(FailureKind.UNKNOWN, f"Attempt {job.attempt_id} is already running here.")
         workflow = self._prepare(job, prompt_id)
-        # Known from the first step on, so that a cancel finds it at any time.
+        # Registered before the first step, so that a cancel always finds it.
         patience_s = self._vitality.patience_s
         weights = self._durations.weights(job.workflow_hash, job.workflow)
         run = self._runs[prompt_id] = PromptExecution(
@@ -180,7 +179,7 @@ class ComfyUI:
             await self._learn()
             run.vram_gb = self._vram_gb
             workflow = await self._place(job, workflow, prompt_id)
-            # Cached results are finished before the submit is answered: listen first.
+            # Cached results end the run before the submit is answered: listen first.
             await listener.wait_open(self.settings.listen_s)
             run.submitting()
             accepted = await self._submit(run, workflow.to_graph(), job.timeouts.accept_s)
@@ -203,7 +202,7 @@ class ComfyUI:
         return result
 
     async def cancel_job(self, job: LeasedJob) -> None:
-        """Raises `ServiceFailed` when the prompt could not be stopped in time."""
+        """Raises `ServiceFailed` if the prompt could not be stopped in time."""
         self._listening()
         prompt_id = prompt_id_of(job.attempt_id)
         run = self._runs.get(prompt_id)
@@ -219,19 +218,19 @@ class ComfyUI:
         try:
             standing = await look_up(self._api, prompt_id_of(job.attempt_id))
         except Unreachable as error:
-            raise fail(FailureKind.TRANSIENT, f"The server could not be asked: {error}") from error
+            raise fail(FailureKind.TRANSIENT, f"Cannot ask the server about the attempt: {error}") from error
         if standing.entry is None:
             return RunningAttempt(standing.state.value)
         outcome = read_entry(standing.entry, self.address.base, included=job.include_outputs)
         if isinstance(outcome, JobResult):
             if SentPictures(job.workflow, job.include_outputs, 0).are_wanted:
-                # They were sent to whoever listened, and the history does not have them.
+                # They were sent over the WebSocket, and the history does not have them.
                 return RunningAttempt("failed")
             return RunningAttempt("completed", outcome)
         return RunningAttempt("interrupted" if outcome.kind is FailureKind.INTERRUPTED else "failed")
 
     async def tidy_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
-        """Raises what stood in the way: `OSError`, `Unreachable`."""
+        """Raises `OSError` or `Unreachable`."""
         prompt_id, settings = prompt_id_of(job.attempt_id), self.settings
         if settings.folder is not None:
             await asyncio.to_thread(
@@ -239,25 +238,25 @@ class ComfyUI:
             )
         if settings.clears_history:
             if self._boot.remembered == prompt_id:
-                # Forgotten by our own doing, it would look as if the server had been started anew.
+                # Its missing entry would look like a restart of the server.
                 self._boot.remembered = None
             await self._api.forget(prompt_id)
 
     # files
 
     async def fetch(self, file: OutputFile) -> bytes:
-        """The content of a file the server has. Raises `ServiceFailed`."""
+        """The content of a file on the server. Raises `ServiceFailed`."""
         parts: list[bytes] = []
         await self._stream(file, parts.append, self.settings.max_fetch_bytes)
         return b"".join(parts)
 
     async def save(self, file: OutputFile, path: Path) -> int:
-        """Stream a file of the server to a path; the number of bytes. Raises `ServiceFailed`."""
+        """Saves a file of the server at a path and returns its size. Raises `ServiceFailed`."""
         usage = await asyncio.to_thread(shutil.disk_usage, path.parent)
-        room = max(0, usage.free - self.settings.min_free_bytes)
+        free = max(0, usage.free - self.settings.min_free_bytes)
         try:
             with path.open("wb") as target:
-                return await self._stream(file, target.write, min(self.settings.max_file_bytes, room))
+                return await self._stream(file, target.write, min(self.settings.max_file_bytes, free))
         except FileTooLarge:
             await asyncio.to_thread(path.unlink, missing_ok=True)
             raise
@@ -275,9 +274,9 @@ class ComfyUI:
                         write(chunk)
                         size += len(chunk)
                 except AnswerTooLarge as error:
-                    words = f"The file {file.filename!r} has {error}, and there is room for no more."
+                    words = f"The file {file.filename!r} has {error}, which is the limit."
                     if not is_size_told:
-                        # A file on a disk has a size: this one may never end.
+                        # A file on disk has a size: this one may never end.
                         self._sends_too_much(f"its files do not end: {file.filename[:100]!r} has {error}")
                     raise FileTooLarge(Failure(FailureKind.UNKNOWN, words)) from error
         except Unreachable as error:
@@ -286,7 +285,7 @@ class ComfyUI:
             ) from error
         return size
 
-    # the steps of an attempt
+    # steps of an attempt
 
     def _listening(self) -> WebSocketListener:
         if self._listener is None:
@@ -295,9 +294,9 @@ class ComfyUI:
 
     def _prepare(self, job: LeasedJob, prompt_id: str) -> Workflow:
         try:
-            # A graph that this turns away could kill the server's only worker thread.
+            # An invalid graph could kill the server's only execution thread.
             workflow = parse_workflow(job.workflow)
-            # Outputs of two attempts never mix, and a cached run never names a file that is gone.
+            # With its own prefix, outputs of two attempts never mix, and a cached run names no removed file.
             return with_filename_prefix(workflow, f"{self.settings.subfolder}/{prompt_id}")
         except InvalidWorkflow as error:
             raise ServiceFailed(failures.invalid_workflow(error)) from error
@@ -316,7 +315,7 @@ class ComfyUI:
             raise fail(FailureKind.INTERRUPTED, "The attempt was cancelled before it was submitted.")
         prompt_id = run.prompt_id
         submission = PromptSubmission(self._api, self.settings, graph, prompt_id, self._client_id)
-        # A task of its own: cut off in the middle, a submit may arrive all the same, and nobody would know.
+        # In its own task: a submit that is cut off may still arrive, and nobody would know.
         task = self._chore(submission.submit(self.settings.accept_s if accept_s is None else accept_s))
         self._submits[prompt_id] = task
         task.add_done_callback(lambda _: self._submits.pop(prompt_id, None))
@@ -348,7 +347,7 @@ class ComfyUI:
             await self._sweep(prompt_id)
 
     async def _sweep(self, prompt_id: str) -> None:
-        """Remove a prompt that nobody waits for, should it turn up late."""
+        """Removes a prompt that nobody waits for if it appears late."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.settings.sweep_s
         while loop.time() < deadline:
@@ -361,11 +360,11 @@ class ComfyUI:
             await asyncio.sleep(min(self.settings.poll_s, max(self.settings.settle_s, 0.05)))
 
     async def _take_back(self, prompt_id: str) -> None:
-        """With bounded effort: what cannot be stopped now is left to the server."""
+        """Tries for a limited time and leaves the rest to the server."""
         try:
             await self._stop(prompt_id, self.settings.stop_s)
         except Unreachable as error:
-            log.warning("prompt %s on %s could not be stopped: %s", prompt_id, self.server_id, error)
+            log.warning("cannot stop prompt %s on %s: %s", prompt_id, self.server_id, error)
 
     async def _stop(self, prompt_id: str, within_s: float) -> CancelResult:
         version = parse_version(self._machine.version) if self._machine is not None else None
@@ -375,44 +374,44 @@ class ComfyUI:
         return stopped
 
     async def _stop_all_of(self, prompt_id: str) -> CancelResult:
-        """Stop the prompt, and again when its submit was still under way."""
+        """Stops the prompt, and again if its submit was still under way."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.settings.cancel_s
         while True:
             submit = self._submits.get(prompt_id)
-            # Asked before the look: a submit that gets through in between is seen the next time round.
+            # Read before the lookup: a submit that arrives in between is found in the next round.
             was_submitted = submit is None or submit.done()
             try:
                 stopped = await self._stop(prompt_id, deadline - loop.time())
             except Unreachable as error:
                 raise fail(
                     FailureKind.CRASHED,
-                    f"The server could not be reached to stop prompt {prompt_id}: {error}",
+                    f"Cannot reach the server to stop prompt {prompt_id}: {error}",
                 ) from error
             if stopped.standing.state in (PromptState.WAITING, PromptState.RUNNING):
                 raise fail(
                     FailureKind.STALL_TIMEOUT,
-                    f"Prompt {prompt_id} was asked to stop for {self.settings.cancel_s:g} s and is still "
-                    f"{stopped.standing.state.value}: a node does not react, or the execution thread is dead.",
+                    f"Prompt {prompt_id} is still {stopped.standing.state.value} {self.settings.cancel_s:g} s after "
+                    "the cancel: a node does not react, or the execution thread is dead.",
                 )
             if submit is None or was_submitted:
                 return stopped
             if stopped.was_seen or stopped.standing.state is PromptState.ENDED or loop.time() >= deadline:
-                # It has arrived (or will be swept): nothing more can come of the answer.
+                # It has arrived or will be swept, so the answer of the submit does not matter.
                 submit.cancel()
                 if not stopped.was_seen:
                     self._chore(self._sweep(prompt_id))
                 return stopped
             await asyncio.wait({submit}, timeout=self.settings.cancel_interval_s)
 
-    # what is known of the server
+    # state of the server
 
     @property
     def _vram_gb(self) -> float | None:
         return (self._machine.hardware.gpu.memory_gb or None) if self._machine is not None else None
 
     async def _learn(self) -> None:
-        """The version decides how a run may be interrupted. Not to know it is taken as the oldest."""
+        """Reads the version, which decides how to interrupt a run. Unknown counts as the oldest."""
         if self._machine is not None:
             return
         try:
@@ -425,7 +424,7 @@ class ComfyUI:
     def _sends_too_much(self, words: str) -> None:
         log.warning("%s is not used for %g s: %s", self.server_id, self.settings.broken_s, words)
         self._vitality.found_broken(words)
-        # A check follows, so that nothing more is begun there.
+        # The agent then checks the server and starts no more jobs there.
         self._tell_connection(False)
 
     def _restarted(self) -> None:

@@ -1,7 +1,7 @@
-"""What a ComfyUI server's complaints mean: from its own words to a classified failure.
+"""Classifies a ComfyUI server's errors.
 
-Pure and table driven; the tables are held to recorded traffic of real servers. The service's words, node, traceback
-and node errors are kept as they are. What follows from a kind is policy's business.
+The tables are tested against recorded traffic of real servers. The server's own words stay as they are.
+`policy` decides what follows from a kind of failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_COMPLAINTS = 5
 MAX_TRACEBACK = 60
 
 OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError")
-"""Ends of exception types. torch.OutOfMemoryError, torch.cuda.OutOfMemoryError, MemoryError."""
+"""Suffixes of exception types: torch.OutOfMemoryError, torch.cuda.OutOfMemoryError, MemoryError."""
 
 OUT_OF_MEMORY_WORDS = (
     "out of memory",
@@ -40,7 +40,7 @@ _NO_SUCH_FILE = re.compile(r"No such file or directory: '(?P<name>[^']+)'")
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".webm", ".mov", ".mkv")
 _FILE_EXTENSIONS = (*_PICTURES, ".wav", ".mp3", ".flac", ".ogg", ".latent", ".glb", ".obj", ".txt", ".json")
 
-# From the one that rules out every worker to the one that rules out this worker only.
+# From the kind that every worker would meet to the kind of this worker only.
 _SEVERITY = (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT, FailureKind.MISSING_MODEL)
 
 
@@ -59,14 +59,14 @@ def fail(kind: FailureKind, message: str) -> ServiceFailed:
 
 
 def nobody_there(error: Exception) -> ServiceBusy:
-    """The prompt was not sent."""
+    """For a prompt that was not sent."""
     return ServiceBusy(
         Failure(FailureKind.CRASHED, f"The server refuses connections, so its process is gone: {error}")
     )
 
 
 def invalid_workflow(error: InvalidWorkflow) -> Failure:
-    """A graph that was turned away before any server saw it."""
+    """For a graph that was rejected before any server saw it."""
     node_id = next(iter(error.node_errors), None)
     return Failure(
         FailureKind.INVALID_WORKFLOW, str(error), node_id=node_id, node_errors=error.node_errors or None
@@ -74,7 +74,7 @@ def invalid_workflow(error: InvalidWorkflow) -> Failure:
 
 
 def refused_prompt(status: int, body: Any) -> Failure:
-    """An answer to a submit other than 200."""
+    """For an answer to a submit other than 200."""
     error = body.get("error") if isinstance(body, Mapping) else None
     if isinstance(error, str):
         error = {"message": error}
@@ -101,25 +101,24 @@ def refused_prompt(status: int, body: Any) -> Failure:
 
 
 def refused_request(status: int, body: Any, what: str) -> Failure:
-    """An answer without ComfyUI's own explanation: from a proxy, a gate, or another program at that address."""
+    """For an answer without ComfyUI's explanation: from a proxy, or from another program at that address."""
     words = _text(body)[:MAX_WORDS]
-    said = f"The server answered {status} to {what}" + (f": {words}" if words else "")
+    answer = f"The server answered {status} to {what}" + (f": {words}" if words else "")
     if status == 413:
-        return Failure(FailureKind.INVALID_WORKFLOW, f"{said}. It is too large for this server: send less.")
+        return Failure(FailureKind.INVALID_WORKFLOW, f"{answer}. It is too large for this server: send less.")
     if status in (401, 403, 407):
         return Failure(
             FailureKind.DEAD_WORKER,
-            f"{said}. It does not let us in: check the credentials and headers given.",
+            f"{answer}. It denies access: check the credentials and headers.",
         )
     if status in (408, 425, 429) or status >= 500:
-        return Failure(FailureKind.TRANSIENT, said)
+        return Failure(FailureKind.TRANSIENT, answer)
     if status == 400:
-        return Failure(FailureKind.INVALID_WORKFLOW, said)
-    return Failure(FailureKind.DEAD_WORKER, f"{said}. That is no ComfyUI: check the address.")
+        return Failure(FailureKind.INVALID_WORKFLOW, answer)
+    return Failure(FailureKind.DEAD_WORKER, f"{answer}. It is not ComfyUI: check the address.")
 
 
 def refused_upload(status: int, body: Any, filename: str) -> Failure:
-    """An attachment that could not be placed on the server."""
     failure = refused_request(status, body, f"the upload of {filename!r}")
     if failure.kind is FailureKind.INVALID_WORKFLOW:
         return msgspec.structs.replace(failure, kind=FailureKind.MISSING_INPUT, missing=(filename,))
@@ -127,16 +126,15 @@ def refused_upload(status: int, body: Any, filename: str) -> Failure:
 
 
 def refused_file(status: int, what: str) -> Failure:
-    """A file that could not be fetched."""
     if status == 404:
-        return Failure(FailureKind.UNKNOWN, f"The server no longer has {what}: it was removed since the run.")
+        return Failure(FailureKind.UNKNOWN, f"The server no longer has {what}: it was removed after the run.")
     return refused_request(status, None, f"the request for {what}")
 
 
 def invalid_nodes(
     node_errors: Mapping[str, Any], message: str = "Prompt outputs failed validation"
 ) -> Failure:
-    """The `node_errors` of a refusal, or of a prompt that was only half accepted."""
+    """For the `node_errors` of a refused or partly accepted prompt."""
     complaints = list(_complaints(node_errors))
     kind = min((complaint.kind for complaint in complaints), key=_SEVERITY.index, default=_SEVERITY[0])
     worst = [complaint for complaint in complaints if complaint.kind is kind]
@@ -156,7 +154,7 @@ def invalid_nodes(
 
 
 def execution_error(data: Mapping[str, Any], vram_gb: float | None = None) -> Failure:
-    """An exception in a node, as `execution_error` tells of it."""
+    """For an exception in a node."""
     exception_type = _text(data.get("exception_type"))
     message = _text(data.get("exception_message")).strip()
     kind, missing = _kind_of_exception(exception_type, message)
@@ -185,7 +183,7 @@ def interrupted(data: Mapping[str, Any]) -> Failure:
 
 
 def is_end(data: Mapping[str, Any]) -> bool:
-    """Whether an `execution_error` ends the run: a blocked branch reports one too, and the rest goes on."""
+    """Whether an `execution_error` ends the run. A blocked branch also reports one, and the rest goes on."""
     return data.get("exception_type") != "ExecutionBlocked"
 
 

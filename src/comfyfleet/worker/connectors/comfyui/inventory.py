@@ -1,7 +1,6 @@
-"""What a server really has: its node classes, models, card and memory.
+"""Reads what a server has: node classes, models, GPU and memory. `BootWatch` notices restarts.
 
-Owns the reading of `/object_info`, `/models`, `/embeddings` and `/system_stats`, and the signs by which a restart is
-noticed. No list of ComfyUI is complete by itself, so models are the union of all of them.
+No single list of ComfyUI is complete, so the models are the union of all lists.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _MAX_FIND_BYTES = 1 << 26
 _MAX_CLASSES_ASKED = 50
 NOT_MODELS = frozenset({"configs", "custom_nodes"})
 _LAST_UNCHECKED = (0, 7, 0)
-"""The last release known to accept any value for a combo of a new-style node."""
+"""The last release that accepts any value for a combo of a new-style node."""
 _DEVICE = re.compile(r"^(?:\w+:\d+ )?(?P<name>.*?)(?: : .*)?$")
 
 
 class ServerMachine(msgspec.Struct, frozen=True):
-    """What `/system_stats` tells."""
+    """The content of `/system_stats`."""
 
     version: str | None = None
     hardware: Hardware = Hardware()
@@ -45,10 +44,10 @@ class ServerMachine(msgspec.Struct, frozen=True):
 
 
 class BootWatch:
-    """Notices that a server was started anew. No endpoint tells, so it goes by signs.
+    """Notices a server's restart by signs, because no endpoint reports one.
 
-    They are: connections refused after the socket was lost; queue numbers that begin again; a prompt that had ended
-    and is forgotten, after the socket was lost. A value is never used twice, by another connector neither.
+    The signs: connections refused after the WebSocket was lost; queue numbers that begin again; a finished
+    prompt that is unknown after the WebSocket was lost. A value is unique across connectors.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class BootWatch:
         self.remembered = None
 
     def numbered(self, number: float | None, under_way: int) -> bool:
-        """Whether this queue number of a fresh submit shows a restart; others under way may be answered late."""
+        """Whether the queue number of a new submit shows a restart. Other submits may be answered late."""
         if number is None:
             return False
         is_reset = self._highest is not None and number + under_way < self._highest
@@ -81,7 +80,7 @@ class BootWatch:
 async def ask(
     api: ComfyApi, timeout_s: float, providers: tuple[str, ...], max_bytes: int = 1 << 28
 ) -> tuple[Service, ServerMachine, NodeCatalog]:
-    """Raises `Unreachable` when the server does not tell what it is or what nodes it has."""
+    """Raises `Unreachable` if the server does not return its system stats or its nodes."""
     budget = _Budget(api, timeout_s, max_bytes)
     stats = await _object(budget, "/system_stats")
     nodes = await _object(budget, "/object_info")
@@ -92,12 +91,12 @@ async def ask(
         for folder in folders[:MAX_FOLDERS]
         if folder not in NOT_MODELS
     ]
-    # Beside the loop: a catalogue has thousands of nodes, or as many as a server likes.
+    # In a thread: a catalogue has thousands of nodes.
     return await asyncio.to_thread(_read, stats, nodes, [embeddings, *listings], providers)
 
 
 async def find(api: ComfyApi, timeout_s: float, names: frozenset[str]) -> frozenset[str]:
-    """Which of these it has, in a few kilobytes: models in the lists of its folders, node classes one by one."""
+    """Which of these the server has. It reads the model lists and asks for node classes one by one."""
     budget = _Budget(api, timeout_s, _MAX_FIND_BYTES)
     found = set()
     classes = [name for name in names if not looks_like_model(name)]
@@ -113,7 +112,7 @@ async def find(api: ComfyApi, timeout_s: float, names: frozenset[str]) -> frozen
             listed = {
                 each.replace("\\", "/") for each in await _names(budget, f"/models/{quote(folder, safe='')}")
             }
-            # A bare name is found in any folder.
+            # A name without a folder matches in any folder.
             listed |= {each.rpartition("/")[2] for each in listed}
             found |= models & listed
     return frozenset(found)
@@ -129,7 +128,7 @@ def _read(
         name="comfyui",
         providers=providers,
         version=machine.version,
-        # A graph names models with '/' between folders, whatever the server's system writes.
+        # A graph names models with '/' between folders, on any operating system.
         models=frozenset(model.replace("\\", "/") for model in models),
         node_classes=frozenset(nodes),
         signature=_signature(catalog),
@@ -141,7 +140,7 @@ def _signature(catalog: NodeCatalog) -> str | None:
     try:
         return catalog.signature()
     except (ValueError, OverflowError):
-        # Text that is no text, or a number that no other program reads: servers like that are told apart by trying.
+        # Text or numbers that JSON cannot represent: such servers are compared by trying.
         return None
 
 
@@ -150,7 +149,7 @@ def _checks_new_style(version: str | None) -> bool:
 
 
 def combo_models(object_info: Mapping[str, Any]) -> set[str]:
-    """File names of models among the choices of any node's inputs."""
+    """The model files among the choices of all nodes' inputs."""
     found: set[str] = set()
     for content in object_info.values():
         inputs = content.get("input") if isinstance(content, Mapping) else None
@@ -180,7 +179,7 @@ def read_machine(stats: Mapping[str, Any]) -> ServerMachine:
 
 
 def is_fake(stats: Mapping[str, Any]) -> bool:
-    """Our fake servers say so where others name their Python; that keeps the shape of a real answer."""
+    """Our fake servers say so in their Python version, so their answer has the shape of a real one."""
     system = stats.get("system")
     return isinstance(system, Mapping) and FAKE in str(system.get("python_version"))
 
@@ -194,7 +193,7 @@ def _gpu(devices: list[Mapping[str, Any]]) -> Gpu:
 
 
 def _sold_gb(size: Any) -> float:
-    """Whole gigabytes, rounded up: a card sold as 24 GB shows a little less, and jobs ask for 24."""
+    """Whole gigabytes, rounded up: a card sold as 24 GB reports a little less, and jobs ask for 24."""
     known = _size(size)
     return float(math.ceil(known / GIGABYTE)) if known is not None and known > 0 else 0.0
 
@@ -205,12 +204,12 @@ def _smallest(sizes: Iterable[Any]) -> float | None:
 
 
 def _size(value: Any) -> float | None:
-    """Of a memory, where it can be one: a server's JSON may have NaN, infinities and integers of any length."""
+    """A server's JSON may contain NaN, infinities and integers of any length."""
     return float(value) if isinstance(value, int | float) and abs(value) < _MAX_SIZE else None
 
 
 class _Budget:
-    """What all the lists of a server may have together: there may be hundreds of them."""
+    """Bounds all lists of a server together: there may be hundreds."""
 
     def __init__(self, api: ComfyApi, timeout_s: float, most: int) -> None:
         self._api = api
@@ -236,7 +235,7 @@ async def _object(budget: _Budget, path: str) -> dict[str, Any]:
 
 
 async def _names(budget: _Budget, path: str) -> list[str]:
-    """A list that older servers may not have."""
+    """Older servers may not have this list."""
     answer = await budget.get(path)
     if not answer.is_ok or not isinstance(answer.body, list):
         return []

@@ -1,13 +1,8 @@
-"""The one websocket to a server, shared by every attempt that runs there.
+"""The WebSocket to a server, shared by all attempts that run there.
 
-Owns connecting, reconnecting with backoff, telling of losses and returns, and who a message is for. It always closes
-the old socket before it opens a new one: a server that sees the old of two sockets with one client id close forgets the
-new one as well. Nothing here decides what became of a run; whoever listens is told when news may have been missed.
-
-The frames of ComfyUI's websocket as values.
-
-Reads text and binary frames and knows nothing of runs. What cannot be read is None: a server and its custom nodes may
-send anything, and none of it may end a run.
+It reconnects after a loss, passes each message to the attempt of its prompt, and tells the attempts when
+messages may be missing. It closes the old WebSocket before it opens a new one: a server forgets both clients
+with the same id when the older one closes. Frames that cannot be parsed are dropped.
 """
 
 from __future__ import annotations
@@ -26,21 +21,21 @@ from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, ComfyApi
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 FEATURE_FLAGS = '{"type": "feature_flags", "data": {"supports_preview_metadata": true}}'
-"""The first message to a server: previews then name the prompt and node they belong to."""
+"""The first message to a server: previews then name their prompt and node."""
 
 MAX_PREVIEW_HEADER = 1 << 20
 _IMAGE_FORMATS = {1: "image/jpeg", 2: "image/png"}
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One frame. Kinds are the server's own, besides `preview` and `text` for the binary ones."""
+    """One frame. Kinds are the server's, with `preview` and `text` for binary frames."""
 
     kind: str
     prompt_id: str | None
     data: dict[str, Any]
     image: bytes | None = None
     size: int = 0
-    """Of a text frame, in characters."""
+    """The length of a text frame in characters."""
 
     @property
     def node(self) -> str | None:
@@ -48,7 +43,7 @@ class Message(msgspec.Struct, frozen=True):
 
     @property
     def is_end_of_run(self) -> bool:
-        """The one message that ends every run, whatever came of it."""
+        """The message that ends every run, successful or not."""
         return self.kind == "executing" and "node" in self.data and self.data["node"] is None
 
 
@@ -58,7 +53,7 @@ def text_or_none(value: Any) -> str | None:
 
 def parse_text(frame: str) -> Message | None:
     try:
-        # Not msgspec: servers write NaN and Infinity.
+        # Not msgspec: servers send NaN and Infinity.
         content = json.loads(frame)
     except (ValueError, RecursionError):
         return None
@@ -114,14 +109,14 @@ def _is_too_much(frame: aiohttp.WSMessage) -> bool:
 
 
 class MessageHandler(Protocol):
-    """Who listens for one prompt id."""
+    """Receives the messages of one prompt id."""
 
     def hear(self, message: Message) -> None: ...
     def disconnected(self) -> None:
-        """The socket was lost: look whether the prompt was too."""
+        """The WebSocket was lost: the prompt must be looked up."""
 
     def reconnected(self) -> None:
-        """News may have been missed: look the prompt up."""
+        """Messages may be missing: the prompt must be looked up."""
 
 
 class WebSocketListener:
@@ -133,7 +128,7 @@ class WebSocketListener:
         on_restart: Callable[[], None],
         on_connection: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`on_connection` is told of every loss against our will, and of the return after it."""
+        """`on_connection` is called for every unexpected loss and for the return after it."""
         self._api = api
         self._settings = settings
         self._client_id = client_id
@@ -148,11 +143,11 @@ class WebSocketListener:
         self._is_reopening = False
         self._is_lost = False
         self.lost_at: float | None = None
-        """When the socket was last lost against our will, on the event loop's clock."""
+        """When the WebSocket was last lost unexpectedly, on the event loop's clock."""
         self.losses = 0
         self.reopened = 0
         self.connections = 0
-        """How many there were so far; the last of them is the one that is open, if one is."""
+        """Counts connections; the last one is the current one, if one is open."""
         self._foreign_sign: tuple[str, float] | None = None
 
     def start(self) -> None:
@@ -175,7 +170,7 @@ class WebSocketListener:
         return prompt_id in self._ears
 
     def foreign_sign_at(self, prompt_id: str) -> float | None:
-        """When somebody else's prompt was last heard of: those submitted without a client id tell everybody."""
+        """When another client's prompt last sent a message: prompts without a client id send to everybody."""
         sign = self._foreign_sign
         return sign[1] if sign is not None and sign[0] == prompt_id else None
 
@@ -191,7 +186,7 @@ class WebSocketListener:
         return self.is_open
 
     def reopen(self) -> None:
-        """The socket is open and says nothing: close it and open another."""
+        """Replaces a WebSocket that is open and silent."""
         if self._reading is None or self._is_reopening:
             return
         self._is_reopening = True
@@ -209,21 +204,21 @@ class WebSocketListener:
             try:
                 await self._listen_once(had_failures=failed > 0)
                 failed = 0
-                # One that is cut again and again is opened less and less often.
+                # A connection that breaks again and again is opened less and less often.
                 if loop.time() >= begun_at + self._settings.reconnect_max_s:
                     delay_s = self._settings.reconnect_min_s
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 failed += 1
-                # Not all of it: the request is in there, with its credentials.
-                log.debug("no websocket to %s: %s", self._api.address.server_id, str(error) or type(error))
+                # Only the text: the exception contains the request with its credentials.
+                log.debug("no WebSocket to %s: %s", self._api.address.server_id, str(error) or type(error))
             except Exception:
-                # Whatever it was, all the runs to come need a listener.
-                log.exception("the websocket to %s failed and is opened anew", self._api.address.server_id)
+                # Later runs need a listener after any error.
+                log.exception("the WebSocket to %s failed and is opened again", self._api.address.server_id)
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._hurry.wait()
             longest_s = self._settings.reconnect_max_s
-            # While somebody listens the socket is wanted at least as often as its prompt is looked up.
+            # During a run the WebSocket is tried at least as often as the prompt is looked up.
             delay_s = min(delay_s * 2, min(longest_s, self._settings.poll_s) if self._ears else longest_s)
 
     async def _listen_once(self, *, had_failures: bool) -> None:
@@ -231,7 +226,7 @@ class WebSocketListener:
             socket = await self._api.session.ws_connect(
                 self._api.address.websocket,
                 params={"clientId": self._client_id},
-                # An output may be tens of megabytes and comes in one message.
+                # One message may contain an output of tens of megabytes.
                 max_msg_size=self._settings.max_message_bytes,
                 compress=0,
                 heartbeat=self._settings.heartbeat_s,
@@ -249,7 +244,7 @@ class WebSocketListener:
                 reading.result()
         finally:
             self._closed()
-            # This waits for the server's own close, within a bound: only then is the client id free again.
+            # Waits for the server's close, within a bound: only then is the client id free.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.close_s):
                     await socket.close()
@@ -300,14 +295,14 @@ class WebSocketListener:
             self.route(message)
 
     def _too_much(self) -> None:
-        words = f"its websocket sends messages of more than {self._settings.max_message_bytes} bytes"
+        words = f"its WebSocket sends messages of more than {self._settings.max_message_bytes} bytes"
         log.warning("%s: %s", self._api.address.server_id, words)
         if not self._ears:
-            # During a run of ours it may be an output of that; the run goes on without news.
+            # During our run it may be an output of that run, which goes on without the WebSocket.
             self._api.on_too_much(words)
 
     def route(self, message: Message) -> None:
-        """To the attempt the message is about. Frames without a prompt id belong to the prompt that is executing."""
+        """Passes a message to its attempt. Frames without a prompt id belong to the executing prompt."""
         prompt_id = message.prompt_id
         if prompt_id is None:
             if message.kind not in ("preview", "text") or self._executing is None:
@@ -324,5 +319,5 @@ class WebSocketListener:
         try:
             ear.hear(message)
         except Exception:
-            # Custom nodes send what they like: one message that cannot be made sense of must not deafen everybody.
-            log.warning("a %s message of prompt %s was passed over", message.kind, prompt_id, exc_info=True)
+            # Custom nodes send anything: one bad message must not end the listener.
+            log.warning("ignored a %s message of prompt %s", message.kind, prompt_id, exc_info=True)

@@ -1,13 +1,9 @@
-"""What came of a run: a server's history entry, read into a result or a failure.
+"""Reads a server's history entry into a result or a failure, and collects pictures that were only sent.
 
-Pure. Every kind of output is kept as the node reported it; those that name files become `OutputFile`s as well, under
-whatever key they came.
-
-Pictures that a node sends over the websocket and saves nowhere: those of `SaveImageWebsocket`.
-
-On the wire they look like previews; they are outputs. They are held until the run has ended and then placed in the
-server's output folder, beside what other nodes saved: from there they are fetched, kept and removed like any output.
-Sent once, they cannot be asked for again: what was sent on a connection that was lost is missing.
+Outputs stay as their nodes reported them; records that name files also become `OutputFile`s.
+`SaveImageWebsocket` sends its pictures once and saves none: they are held until the run ends and then
+uploaded to the server's output folder like other outputs. Pictures that were sent on a lost connection are
+missing.
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 from comfyfleet.worker.connectors.comfyui.submission import upload_patiently
 
 MAX_FILES = 20_000
-"""Of one run: each takes a little time and memory here, and a server may name millions."""
+"""Bounds the files of one run: a server may name millions."""
 
 
 def files_of(node_id: str, output: Mapping[str, Any], base: str) -> Iterator[OutputFile]:
-    """The files among what one node reported; entries that are no file records are passed over."""
+    """The files in one node's output; other entries are skipped."""
     for kind, items in output.items():
         for item in items if isinstance(items, list) else ():
             if not isinstance(item, Mapping) or not isinstance(item.get("filename"), str):
@@ -45,7 +41,7 @@ def files_of(node_id: str, output: Mapping[str, Any], base: str) -> Iterator[Out
 
 
 def is_included(node_id: str, display_node: str | None, included: Collection[str]) -> bool:
-    """Whether the caller wants this node's output; a node made by an expansion counts as the one it came from."""
+    """Whether the caller wants this node's output. A node from an expansion counts as its origin."""
     return not included or node_id in included or (display_node or node_id.split(".", 1)[0]) in included
 
 
@@ -68,7 +64,7 @@ def build_result(
     files = tuple(islice(named, MAX_FILES + 1))
     if len(files) > MAX_FILES:
         return Failure(
-            FailureKind.NODE_ERROR, f"The run left more than {MAX_FILES} files, which are not fetched."
+            FailureKind.NODE_ERROR, f"The run produced more than {MAX_FILES} files; they are not fetched."
         )
     return JobResult(kept, files, timings, cached_nodes)
 
@@ -81,7 +77,6 @@ def read_entry(
     timings: tuple[NodeTiming, ...] = (),
     vram_gb: float | None = None,
 ) -> JobResult | Failure:
-    """History decides: the result of a completed run, or why it did not complete."""
     status = entry.get("status")
     status = status if isinstance(status, Mapping) else {}
     messages = list(_messages(status))
@@ -105,7 +100,7 @@ def _failure(messages: list[tuple[str, Mapping[str, Any]]], vram_gb: float | Non
             return failures.execution_error(data, vram_gb)
         if kind == "execution_interrupted":
             return failures.interrupted(data)
-    return Failure(FailureKind.UNKNOWN, "The server's history says that the run failed and does not say why.")
+    return Failure(FailureKind.UNKNOWN, "The run failed, and the server's history does not say why.")
 
 
 def _messages(status: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -137,10 +132,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9.-]")
 
 
 class SentPictures:
-    """Those of one run, in the order in which they came. Pure: a connection is known by its number."""
+    """The pictures of one run, in the order in which they came. Connections are known by their numbers."""
 
     def __init__(self, graph: Mapping[str, Any], included: Collection[str], max_bytes: int) -> None:
-        """`max_bytes`: what all of them may have together."""
+        """`max_bytes` bounds all pictures together."""
         self._senders = frozenset(
             node
             for node, content in graph.items()
@@ -157,12 +152,12 @@ class SentPictures:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether the run is to leave any."""
+        """Whether the caller wants any such pictures."""
         return bool(self._wanted)
 
     @property
     def by_node(self) -> Mapping[str, list[tuple[str, bytes]]]:
-        """Kind and content of each."""
+        """Format and content of each picture."""
         return self._pictures
 
     def submitted(self, connection: int | None) -> None:
@@ -175,7 +170,7 @@ class SentPictures:
         self._ended_on = connection
 
     def hear(self, node: str | None, kind: str, image: bytes | None) -> bool:
-        """Whether it is a picture of a node that sends its output, and no preview."""
+        """Whether it is an output of such a node, and not a preview."""
         if node is None or node not in self._senders:
             return False
         if node in self._wanted and image is not None:
@@ -186,28 +181,28 @@ class SentPictures:
         return True
 
     def may_be_whole(self, connection: int) -> bool:
-        """Whether all that is wanted was sent on this connection, or will be."""
+        """Whether all wanted pictures were sent on this connection, or will be."""
         return all(self._begun.get(node, self._submitted_on) == connection for node in self._wanted)
 
     def failure(self) -> Failure | None:
-        """Why they are not what the run has sent, if they are not."""
+        """Why pictures are missing, if any are."""
         if self._room < 0:
             return Failure(
                 FailureKind.NODE_ERROR,
-                f"{SENDING_CLASS} sent more than {self._max_bytes} bytes of pictures, and no more are taken. "
+                f"{SENDING_CLASS} sent more than {self._max_bytes} bytes of pictures, which is the limit. "
                 "Let the workflow save them (SaveImage), or raise max_message_bytes.",
             )
         if self._count > MAX_FILES:
             return Failure(
                 FailureKind.NODE_ERROR,
-                f"{SENDING_CLASS} sent more than {MAX_FILES} pictures, and no more are taken.",
+                f"{SENDING_CLASS} sent more than {MAX_FILES} pictures, which is the limit.",
             )
         for node in sorted(self._wanted):
             if self._ended_on is None or self._begun.get(node, self._submitted_on) != self._ended_on:
                 return Failure(
                     FailureKind.TRANSIENT,
-                    f"The pictures of node {node} ({SENDING_CLASS}) were sent while the websocket to the server was "
-                    "lost, and are nowhere else. The job must run again; SaveImage does not lose them.",
+                    f"The pictures of node {node} ({SENDING_CLASS}) were sent while the WebSocket to the server was "
+                    "lost, and the server did not save them. The job must run again; SaveImage avoids this.",
                     node_id=node,
                 )
         return None
@@ -216,7 +211,7 @@ class SentPictures:
 async def with_pictures(
     result: JobResult, sent: SentPictures, api: ComfyApi, settings: ComfyUISettings, folder: str
 ) -> JobResult:
-    """The result with what was sent placed among the server's outputs, in this folder. Raises `ServiceFailed`."""
+    """Uploads the sent pictures to this output folder and adds them to the result. Raises `ServiceFailed`."""
     if (failure := sent.failure()) is not None:
         raise ServiceFailed(failure)
     numbers: dict[str, int] = {}

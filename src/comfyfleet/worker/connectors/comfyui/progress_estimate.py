@@ -1,11 +1,8 @@
-"""How long each node of a workflow takes on this server: learned from earlier runs, guessed for the rest.
+"""Estimates how far a run is and how long it still takes.
 
-Pure but for its memory. What a sampler takes grows with its steps, which a workflow hash does not count, so it is kept
-for each step.
-
-How far a run is and how long it will still take, from what each node weighs and how fast its steps come.
-
-Pure: moments are given. What the nodes weigh is `progress_estimate.py`'s, what happens to them `tracker.py` tells.
+`NodeDurations` learns the seconds of each node from earlier runs and guesses the others. `Forecast` combines
+them with the speed of the current steps. A sampler's time is kept per step, because a workflow hash ignores
+the steps.
 """
 
 from __future__ import annotations
@@ -20,13 +17,13 @@ from comfyfleet.model.job import NodeTiming
 
 MAX_WORKFLOWS = 500
 MAX_NODES = 500
-"""Of a workflow with more, nothing is learned."""
+"""Larger workflows are not learned."""
 _MAX_STEPS = 10_000
 _USUAL_STEPS = 20
 _SMALL = 0.2
 _SHORTEST_S = 0.001
 
-# By what stands in the name of a class. A step of a sampler is 1.
+# By a part of the class name. One step of a sampler weighs 1.
 _GUESSES = (
     ("samplerselect", _SMALL),
     ("upscale", 5.0),
@@ -38,17 +35,17 @@ _GUESSES = (
 
 
 class NodeWeights(msgspec.Struct, frozen=True):
-    """By node, in parts of the whole."""
+    """Each node's part of the whole."""
 
     by_node: dict[str, float]
     are_seconds: bool = False
-    """Some were learned, and the others are guessed to match."""
+    """Some were learned, and the guesses for the others are scaled to match."""
 
 
 class _Learned(msgspec.Struct, frozen=True):
     class_type: str
     seconds: float
-    """For each step, where it has steps."""
+    """Per step, for nodes with steps."""
 
 
 class NodeDurations:
@@ -58,7 +55,7 @@ class NodeDurations:
     def learn(
         self, workflow_hash: WorkflowHash, graph: Mapping[str, Any], timings: Iterable[NodeTiming]
     ) -> None:
-        """From a run that completed. Nodes whose results were at hand have no timing: what was known of them stays."""
+        """From a completed run. Cached nodes have no timing and keep what was learned before."""
         if len(graph) > MAX_NODES:
             return
         learned = self._known.pop(workflow_hash, {})
@@ -68,7 +65,7 @@ class NodeDurations:
                 seconds = max(_SHORTEST_S, timing.seconds) / _steps(node)
                 learned[timing.node_id] = _Learned(str(node.get("class_type")), seconds)
         if learned and len(learned) <= MAX_NODES:
-            # The newest is the last; the one that was not used for longest goes.
+            # The newest is last, so the first is the least recently used.
             self._known[workflow_hash] = learned
             while len(self._known) > MAX_WORKFLOWS:
                 del self._known[next(iter(self._known))]
@@ -77,7 +74,7 @@ class NodeDurations:
         nodes = {node_id: node for node_id, node in graph.items() if isinstance(node, Mapping)}
         guessed = {node_id: guess(node) for node_id, node in nodes.items()}
         learned = self._known.get(workflow_hash, {})
-        # Equal workflows may have other ids for their nodes.
+        # The nodes of equal workflows may have other ids.
         known = {
             node_id: learned[node_id].seconds * _steps(node)
             for node_id, node in nodes.items()
@@ -93,7 +90,7 @@ class NodeDurations:
 
 
 def guess(node: Mapping[str, Any]) -> float:
-    """What a node takes compared with others. Sampling is most of nearly every workflow."""
+    """A node's time compared with others. Sampling is most of nearly every workflow."""
     name = str(node.get("class_type")).lower()
     for part, weight in _GUESSES:
         if part in name:
@@ -112,7 +109,7 @@ def _steps(node: Mapping[str, Any], otherwise: int = 1) -> int:
 
 
 class _Steps:
-    """The steps of a node at work."""
+    """The steps of a running node."""
 
     __slots__ = ("at", "first", "first_at", "most", "value")
 
@@ -123,7 +120,7 @@ class _Steps:
 
     def reach(self, value: float, most: float, at: float) -> None:
         if most != self.most or value < self.value:
-            # It begins anew: the second pass of a sampler, the next tile of a picture.
+            # It starts again: the second pass of a sampler, the next tile of a picture.
             self.first, self.first_at, self.most = value, at, most
         self.value, self.at = value, at
 
@@ -133,7 +130,7 @@ class _Steps:
 
     @property
     def step_s(self) -> float | None:
-        """What comes before the first step, such as the loading of a model, is no part of it."""
+        """Without the time before the first step, such as the loading of a model."""
         count = self.value - self.first
         return (self.at - self.first_at) / count if count > 0 and self.at > self.first_at else None
 
@@ -141,14 +138,14 @@ class _Steps:
 class Forecast:
     def __init__(self, weights: NodeWeights) -> None:
         self._left = dict(weights.by_node)
-        """Of nodes that have not ended."""
+        """Weights of nodes that have not ended."""
         self._are_seconds = weights.are_seconds
         self._done = 0.0
         self._began: dict[str, float] = {}
         self._steps: dict[str, _Steps] = {}
 
     def leave_out(self, nodes: Iterable[str]) -> None:
-        """Their results are at hand: they are no part of this run."""
+        """Excludes nodes whose results are cached."""
         for node in nodes:
             self._forget(node)
 
@@ -175,8 +172,7 @@ class Forecast:
         return self._left.pop(node, 0.0)
 
     def share(self) -> float:
-        """From 0 to 1."""
-        # Added up anew each time: what is taken away bit by bit is never quite nothing.
+        # Summed again each time: repeated subtraction never reaches exactly zero.
         left = sum(self._left.values())
         if not left:
             return 1.0
@@ -184,7 +180,7 @@ class Forecast:
         return min(1.0, (self._done + begun) / (self._done + left))
 
     def remaining_s(self, at: float) -> float | None:
-        """None: neither steps nor earlier runs tell."""
+        """None: there are neither steps nor earlier runs to estimate from."""
         if not self._left:
             return 0.0
         total, unit_s = 0.0, 1.0 if self._are_seconds else None
@@ -194,7 +190,7 @@ class Forecast:
             steps = self._steps.get(node)
             step_s = None if steps is None else steps.step_s
             if steps is not None and step_s is not None:
-                # Measured now, on this run: better than anything learned.
+                # Measured in this run, which is better than anything learned.
                 total += max(0.0, steps.most - steps.value) * step_s
                 if unit_s is None and weight:
                     unit_s = steps.most * step_s / weight

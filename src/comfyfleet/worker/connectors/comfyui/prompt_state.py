@@ -1,8 +1,7 @@
-"""Where a prompt stands on its server: waiting, running, ended or unknown.
+"""Looks up the state of a prompt on its server: waiting, running, ended or unknown.
 
-The websocket is news and may be lost; the queue and the history are the truth. Owns the one order of questions that
-has no gap: a server moves a prompt from its queue to its history in one step, so whoever is no longer found in the
-queue is looked for in the history afterwards.
+A server moves a prompt from its queue to its history in one step, so the history is asked after the queue.
+The WebSocket may lose messages; queue and history are the truth.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import msgspec
 from comfyfleet.model.workflow import MAX_NODES, InvalidWorkflow, check_workflow
 from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, ApiAnswer, ComfyApi, Unreachable
 
-# A value that looks like a link was unwrapped by the server: what it lists is a link into nothing.
+# The server unwraps a value that looks like a link, and the link leads nowhere.
 _POISON = frozenset({"missing_inputs", "linked_node_missing"})
 
 
@@ -34,21 +33,21 @@ class PromptState(StrEnum):
 class PromptStatus(msgspec.Struct, frozen=True):
     state: PromptState
     number: float | None = None
-    """The queue number the server gave the prompt."""
+    """The queue number that the server gave the prompt."""
     entry: dict[str, Any] | None = None
     """The history entry of an ended prompt."""
     is_server_idle: bool = False
-    """Nothing runs there at this moment."""
+    """No prompt is running there."""
     running: str | None = None
     """The prompt that runs while this one waits."""
     is_running_poison: bool = False
-    """The graph of that prompt is one that ends a server's execution thread."""
+    """The graph of that prompt is of a kind that kills a server's execution thread."""
 
 
 async def look_up(api: ComfyApi, prompt_id: str, *, is_end_told: bool = False) -> PromptStatus:
-    """Raises `Unreachable` unless the server answered as a ComfyUI does.
+    """Raises `Unreachable` unless the server answers as ComfyUI does.
 
-    Where the end was told the history is asked first: a queue carries the graphs of all who wait and may be large.
+    After an announced end it asks the history first: the queue contains all waiting graphs and may be large.
     """
     if is_end_told:
         standing = await _in_history(api, prompt_id)
@@ -66,14 +65,14 @@ async def _in_history(api: ComfyApi, prompt_id: str) -> PromptStatus | None:
 
 
 async def prompts_of(api: ComfyApi) -> tuple[frozenset[str], frozenset[str]]:
-    """The ids of everybody's prompts that run, and that wait. Raises `Unreachable` as above."""
+    """The ids of all running and all waiting prompts. Raises `Unreachable`."""
     return await _in_queue(api, _ids)
 
 
 async def _in_queue(api: ComfyApi, find: Callable[..., T], *given: str) -> T:
     answer = await api.queue()
     queue = _object(answer, "the queue")
-    # Beside the loop: others' graphs stand in it, as large and as many as a server likes.
+    # In a thread: the queue contains other clients' graphs of any number and size.
     return await asyncio.to_thread(find, queue, *given) if answer.size > LARGE_BODY else find(queue, *given)
 
 
@@ -101,8 +100,8 @@ def find_in_queue(queue: Mapping[str, Any], prompt_id: str) -> PromptStatus:
 
 
 def is_poison(graph: Any) -> bool:
-    """Whether a graph has one of the faults that a server takes in and then dies of. It may also lie where no output
-    depends on it and do no harm, so this alone proves nothing. One that is too large for us is not looked at."""
+    """Whether the graph has a fault that can kill the server's execution thread. It does no harm if no output
+    depends on it. Graphs that are too large are not checked."""
     if not isinstance(graph, dict):
         return False
     try:
@@ -121,7 +120,7 @@ def find_in_history(history: Mapping[str, Any], prompt_id: str) -> dict[str, Any
 def _object(answer: ApiAnswer, what: str) -> dict[str, Any]:
     if answer.is_ok and isinstance(answer.body, dict):
         return answer.body
-    reason = f"the server answered {answer.status} when asked for {what}: {str(answer.body)[:200]}"
+    reason = f"the server answered {answer.status} to a request for {what}: {str(answer.body)[:200]}"
     raise Unreachable(reason, status=answer.status)
 
 

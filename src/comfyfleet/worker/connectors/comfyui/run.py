@@ -1,7 +1,7 @@
-"""One prompt on one server from its acceptance to its end.
+"""One prompt on one server from its acceptance to its end, with the timers of an attempt.
 
-Owns the timers of an attempt and the meeting of news and truth: the websocket makes it fast, the lookups make it
-certain. Ends with a result or a classified failure; submitting and cancelling are others' business.
+WebSocket messages make it fast; lookups make it certain. It ends with a result or a classified failure.
+Submitting is in `submission.py`, cancelling in `cancellation.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from comfyfleet.worker.connectors.comfyui.tracker import RunTracker, TrackedProg
 
 
 class PromptExecution:
-    """An attempt while this connector looks after it. It is the `MessageHandler` of its prompt id."""
+    """A running attempt: the `MessageHandler` of its prompt id."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class PromptExecution:
         patience_s: float | None = None,
         weights: NodeWeights | None = None,
     ) -> None:
-        """`patience_s`: how long it waits behind a silent prompt of somebody else's. `weights`: what its nodes take."""
+        """`patience_s`: how long it waits behind another client's silent prompt. `weights`: its nodes'
+        shares."""
         self.prompt_id = prompt_id
         self._job = job
         self._report = report
@@ -63,7 +64,7 @@ class PromptExecution:
         self._losses_at_submit = listener.losses
         self._had_trouble = False
 
-        # What is heard before the submit is answered waits for its place behind "accepted".
+        # Progress that arrives before the submit is answered must follow "accepted".
         self._held: list[TrackedProgress] | None = []
         self._pending: TrackedProgress | None = None
         self._flush: asyncio.TimerHandle | None = None
@@ -78,12 +79,12 @@ class PromptExecution:
         self._idle_since: float | None = None
         self._patience_s = settings.occupied_s if patience_s is None else patience_s
         self.ahead: PromptAhead | None = None
-        """Whom it waits behind."""
+        """The prompt that it waits behind."""
         self._trouble_since: float | None = None
         self._refusals = HttpRefusals(settings.refused_s)
         self._unknown_since: float | None = None
 
-    # what others tell the run
+    # events
 
     def hear(self, message: Message) -> None:
         if self._is_over:
@@ -104,7 +105,6 @@ class PromptExecution:
             self._wake.set()
 
     def disconnected(self) -> None:
-        """It may be gone, and what runs there with it."""
         self._look_now = True
         self._wake.set()
 
@@ -117,7 +117,7 @@ class PromptExecution:
         self.is_cancelled = True
 
     def stopped(self, standing: PromptStatus) -> None:
-        """A cancel is through: the prompt has ended, or it is no longer there."""
+        """A cancel has succeeded: the prompt has ended or is gone."""
         self._is_removed = standing.state is PromptState.UNKNOWN
         self._look_now = True
         self._wake.set()
@@ -127,7 +127,7 @@ class PromptExecution:
         if self._flush is not None:
             self._flush.cancel()
 
-    # the run itself
+    # run
 
     def accepted(self, number: float | None) -> None:
         now = self._loop.time()
@@ -141,11 +141,11 @@ class PromptExecution:
             self._tell(progress)
 
     def submitting(self) -> None:
-        """From here on the server may send."""
+        """The server may send messages from now on."""
         self._tracker.sent.submitted(self._listener.connections if self._listener.is_open else None)
 
     async def with_pictures(self, result: JobResult, folder: str) -> JobResult:
-        """With what the server sent and did not save. Raises `ServiceFailed`."""
+        """Adds pictures that the server sent and did not save. Raises `ServiceFailed`."""
         sent = self._tracker.sent
         if not sent.are_wanted:
             return result
@@ -160,7 +160,7 @@ class PromptExecution:
         return result
 
     async def until_end(self, stop: Callable[[], Any]) -> JobResult:
-        """Raises `ServiceFailed`. `stop` takes the prompt back before a timeout is raised."""
+        """Raises `ServiceFailed`. `stop` stops the prompt before a timeout is raised."""
         while True:
             await self._sleep()
             if self._broken is not None:
@@ -170,7 +170,7 @@ class PromptExecution:
                 if outcome is not None:
                     return self._finish(outcome)
             if self._overdue() is not None:
-                # It may have started or ended while the socket was deaf: the truth has the last word.
+                # It may have started or ended while the WebSocket was deaf, so look it up once more.
                 outcome = await self._look()
                 if outcome is not None:
                     return self._finish(outcome)
@@ -203,7 +203,7 @@ class PromptExecution:
         self._wake.clear()
 
     async def _look(self) -> JobResult | Failure | None:
-        """Ask for the truth; None while the run goes on."""
+        """Looks the prompt up. None: the run goes on."""
         self._look_now = False
         self._looked_at = self._loop.time()
         try:
@@ -227,7 +227,7 @@ class PromptExecution:
                 self._idle_since = self._unknown_since = self.ahead = None
                 if self._started_at is None:
                     self._started_at = self._sign_at = now
-                    # The socket should have told: if it does not do so now, it is deaf.
+                    # The WebSocket should have reported this. If it stays silent, it is deaf.
                     self._quiet_since = now + self._settings.end_news_s - self._quiet_s()
                     for progress in self._tracker.begin():
                         self._tell(progress)
@@ -239,7 +239,7 @@ class PromptExecution:
 
     def _ahead(self, standing: PromptStatus, now: float) -> PromptAhead | None:
         prompt_id = standing.running
-        # Our own runs have timers of their own.
+        # Our own runs have their own timers.
         if prompt_id is None or self._listener.listens_for(prompt_id):
             return None
         since = now if self.ahead is None or self.ahead.prompt_id != prompt_id else self.ahead.since
@@ -258,12 +258,12 @@ class PromptExecution:
         )
 
     async def _await_end_news(self) -> None:
-        """The socket should have told as well; one that does not is deaf and is opened anew for the next run."""
+        """A WebSocket that does not report the end is deaf and is opened again for the next run."""
         if not self._listener.is_open:
             return
         try:
             sent, settings = self._tracker.sent, self._settings
-            # Pictures come before it, and may be many: nobody else has them.
+            # Sent pictures come before the end and may be many, and only the WebSocket has them.
             is_patient = sent.are_wanted and sent.may_be_whole(self._listener.connections)
             async with asyncio.timeout(settings.unresponsive_s if is_patient else settings.end_news_s):
                 await self._end_told.wait()
@@ -271,7 +271,7 @@ class PromptExecution:
             self._listener.reopen()
 
     def _gone(self) -> JobResult | Failure | None:
-        """The server answers and does not know the prompt (any more)."""
+        """The server answers and does not know the prompt."""
         heard = self._heard()
         if heard is not None:
             return heard
@@ -279,18 +279,18 @@ class PromptExecution:
             return Failure(FailureKind.INTERRUPTED, "The prompt was cancelled before it ran.")
         now = self._loop.time()
         if self._unknown_since is None or now < self._unknown_since + self._settings.settle_s:
-            # Once is not believed: a proxy may have asked a server that is still coming up.
+            # One answer is not enough: the server may still be starting behind a proxy.
             self._unknown_since = self._unknown_since or now
             return None
         if self._had_trouble or self._listener.losses > self._losses_at_submit:
             return Failure(
                 FailureKind.CRASHED,
-                f"The server was gone and came back without knowledge of prompt {self.prompt_id}: it was restarted.",
+                f"The server was away and does not know prompt {self.prompt_id} any more: it was restarted.",
                 server_died=None if self._started_at is None else "process",
             )
         return Failure(
             FailureKind.INTERRUPTED,
-            f"Prompt {self.prompt_id} is no longer on the server: somebody else removed it from the queue.",
+            f"Prompt {self.prompt_id} is no longer on the server: another client removed it from the queue.",
         )
 
     def _no_answer(self, error: Unreachable) -> JobResult | Failure | None:
@@ -309,7 +309,7 @@ class PromptExecution:
         return Failure(
             FailureKind.CRASHED,
             f"The server {words}: {error}",
-            # Only a process that is gone refuses connections; one that does not answer may be cut off from us.
+            # Only a dead process refuses connections; a silent one may be cut off from us.
             server_died="process" if error.is_refused and self._started_at is not None else None,
         )
 
@@ -317,16 +317,16 @@ class PromptExecution:
         if error.is_of_prompt:
             return Failure(
                 FailureKind.NODE_ERROR,
-                f"What the run left cannot be read: {error}. Let the workflow save files instead.",
+                f"Cannot read the outputs of the run: {error}. Let the workflow save files instead.",
             )
         return Failure(FailureKind.DEAD_WORKER, f"The server cannot be used: {error}.")
 
     def _heard(self) -> JobResult | Failure | None:
-        """What the socket told of the end: good enough where the history can no longer be asked."""
+        """The end as the WebSocket reported it, for when the history cannot be asked."""
         return self._tracker.outcome(self.vram_gb) if self._tracker.is_end_told else None
 
     async def _last_word(self) -> JobResult | None:
-        """A run that was to be stopped may have completed in the last moment."""
+        """A run may have completed at the last moment before it was stopped."""
         try:
             standing = await look_up(self._api, self.prompt_id)
         except Unreachable:
@@ -343,8 +343,8 @@ class PromptExecution:
             if (ahead := self.ahead) is not None and self._is_held_up():
                 return Failure(
                     FailureKind.START_TIMEOUT,
-                    f"The server has been running prompt {ahead.prompt_id} of somebody else for "
-                    f"{now - ahead.since:.0f} s without a sign of life and does not come to ours.",
+                    f"The server has been running prompt {ahead.prompt_id} of another client for "
+                    f"{now - ahead.since:.0f} s without a sign of life while ours waits.",
                 )
             if timeouts.start_s is not None and now >= self._accepted_at + timeouts.start_s:
                 return Failure(
@@ -354,7 +354,7 @@ class PromptExecution:
             if self._idle_since is not None and now >= self._idle_since + self._settings.idle_queue_s:
                 return Failure(
                     FailureKind.DEAD_WORKER,
-                    f"The server answers, prompts wait, and for {self._settings.idle_queue_s:g} s nothing has run: "
+                    f"The server answers and prompts wait, but nothing has run for {self._settings.idle_queue_s:g} s: "
                     "its execution thread is dead. Restart the server.",
                 )
             return None
@@ -378,8 +378,8 @@ class PromptExecution:
         return self._loop.time() >= ahead.since + self._held_up_s(ahead)
 
     def _held_up_s(self, ahead: PromptAhead) -> float:
-        """How long a silent prompt of somebody else's may hold ours up: to the end of the start timeout at most, but
-        one that was first seen late in it is not to blame for it."""
+        """How long another client's silent prompt may hold ours up: at most to the end of the start
+        timeout, but not less than half of it from when that prompt was first seen."""
         longest_s = self._patience_s
         if ahead.is_poison:
             longest_s = min(longest_s, self._settings.idle_queue_s)
@@ -391,14 +391,14 @@ class PromptExecution:
     def _dead(self, silence_s: float) -> Failure:
         return Failure(
             FailureKind.DEAD_WORKER,
-            f"The server answers and calls the prompt running, but for {silence_s:g} s there was no sign of it: "
+            f"The server lists the prompt as running, but sent no sign of it for {silence_s:g} s: "
             "its execution thread is dead. Restart the server.",
             node_id=self._tracker.node,
             server_died="thread",
         )
 
     def _is_stuck_at_start(self) -> bool:
-        """The start was heard on a socket that was never lost, and the first node, which follows at once, never was."""
+        """The start was reported on a WebSocket that was never lost, and the first node did not follow."""
         return (
             self._tracker.is_heard
             and not self._tracker.is_under_way
@@ -406,7 +406,7 @@ class PromptExecution:
         )
 
     def _stalled_at(self, stall_s: float) -> float:
-        """Silence counts double where the socket was lost since the last sign: we may just not have heard."""
+        """Silence counts double if the WebSocket was lost since the last sign: messages may be missing."""
         lost_at = self._listener.lost_at
         is_trusted = self._listener.is_open and (lost_at is None or lost_at < self._sign_at)
         return self._sign_at + (stall_s if is_trusted else 2 * stall_s)
@@ -433,7 +433,7 @@ class PromptExecution:
         return self._looked_at + (min(poll_s, settle_s) if is_in_doubt else poll_s)
 
     def _quiet_s(self) -> float:
-        """Each time longer, but in time for a deaf socket to be replaced before the silence counts as a stall."""
+        """Grows each time, but a deaf WebSocket must be replaced before its silence counts as a stall."""
         stall_s = self._job.timeouts.stall_s
         quiet_s: float = self._settings.quiet_s * 2 ** min(self._reopens, 6)
         return quiet_s if stall_s is None else min(quiet_s, stall_s / 3)
@@ -479,6 +479,6 @@ class PromptExecution:
         try:
             self._report(ProgressReport(self._job.ref, progress.kind, data, progress.image))
         except Exception as error:
-            # The listener serves others too: what a receiver of reports raises ends its own attempt only.
+            # The listener serves other attempts too: an error of this receiver ends this attempt only.
             self._broken = self._broken or error
             self._wake.set()

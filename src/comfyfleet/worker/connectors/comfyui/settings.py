@@ -1,7 +1,6 @@
-"""How one ComfyUI server is reached and how patient its connector is.
+"""The address, the limits and the durations of one ComfyUI server's connector.
 
-Owns the address of a server (with prefix, credentials and id) and every duration of the connector. Durations of a
-single attempt come with the attempt and override what stands here.
+The durations of an attempt come with the attempt and override these.
 """
 
 from __future__ import annotations
@@ -21,68 +20,68 @@ class ComfyUISettings(ServerLimits, frozen=True, kw_only=True):
 
     providers: tuple[str, ...] = ("local",)
     subfolder: str = "comfyfleet"
-    """Inputs and outputs of an attempt lie in a folder of their own below this one."""
+    """Each attempt has its own folder below this one for inputs and outputs."""
     headers: dict[str, str] = msgspec.field(default_factory=dict)
-    """Sent with every request, for servers behind a gate that wants a key."""
+    """Sent with every request, for servers behind a proxy that requires a key."""
     verify_tls: bool = True
     folder: Path | None = None
-    """The server's own, with `input` and `output`, where its disk is this machine's: what an attempt left there is then
-    removed once it is kept elsewhere."""
+    """The server's folder with `input` and `output`, if it is on this machine's disk. The connector
+    removes an attempt's files there once the hub has them."""
     clears_history: bool = False
-    """Whether the entry of an attempt is removed from the server's history once its completion was taken."""
+    """Whether to remove an attempt from the server's history once the hub has taken its completion."""
 
     request_s: float = 15.0
-    """For small questions: queue, history, health."""
+    """For small requests: queue, history, health."""
     transfer_s: float = 600.0
     """For uploads and downloads."""
     inventory_s: float = 60.0
     accept_s: float = 60.0
-    """For the answer to a submitted prompt, where the attempt does not say."""
+    """For the answer to a submit, unless the attempt has its own limit."""
     poll_s: float = 5.0
-    """How often a running attempt is looked up although the websocket says nothing."""
+    """How often a running attempt is looked up while the WebSocket is silent."""
     settle_s: float = 0.5
-    """Pause before a prompt that is not known (any more) is looked up once more and believed to be gone."""
+    """Pause before an unknown prompt is looked up once more and counts as gone."""
     refused_s: float = 2.0
-    """A server whose port refuses connections for so long is gone, and with it what ran there: a restart forgets it."""
+    """A server whose port refuses connections for this long is gone, and its runs with it."""
     unreachable_s: float = 30.0
-    """A server that cannot be connected to for so long, for whatever other reason, has crashed."""
+    """A server that cannot be connected to for this long has crashed."""
     unresponsive_s: float = 120.0
-    """A server that takes connections and gives no useful answer for so long has crashed."""
+    """A server that accepts connections and gives no useful answer for this long has crashed."""
 
     connect_s: float = 10.0
-    """For opening a connection, the websocket's handshake included."""
+    """For opening a connection, including the WebSocket's handshake."""
     listen_s: float = 5.0
-    """How long a submit waits for the websocket; the run then goes on without news, by looking it up."""
+    """How long a submit waits for the WebSocket. Without it the run relies on lookups."""
     heartbeat_s: float | None = 30.0
     reconnect_min_s: float = 0.2
     reconnect_max_s: float = 10.0
     end_news_s: float = 0.5
-    """How late the websocket may tell of an end that was already looked up; after that it counts as deaf."""
+    """How late the WebSocket may report an end that a lookup has found; later it counts as deaf."""
     quiet_s: float = 30.0
-    """A websocket silent for so long during a run is opened anew: it may be deaf."""
+    """A WebSocket that is silent for this long during a run is opened again: it may be deaf."""
 
     idle_queue_s: float = 30.0
-    """Prompts wait and none runs for so long: the server's execution thread is dead."""
+    """If prompts wait and none runs for this long, the server's execution thread is dead."""
     silent_start_s: float = 120.0
-    """A run that began and never came to its first node: the server's execution thread died on it."""
+    """If a run starts and does not reach its first node in this time, the execution thread is dead."""
     silent_run_s: float = 3600.0
-    """A run without any sign for so long, where the attempt sets no stall timeout: dead as well."""
+    """The same for a run without any sign, if the attempt has no stall timeout."""
 
     cancel_s: float = 60.0
-    """How long a cancel insists."""
+    """How long a cancel is repeated."""
     stop_s: float = 3.0
-    """How long an attempt that timed out tries to take its prompt back."""
+    """How long an attempt that timed out tries to stop its prompt."""
     cancel_interval_s: float = 0.25
     sweep_s: float = 60.0
-    """How long a prompt whose submit got no answer is looked for, to be removed when it turns up late."""
+    """How long a prompt whose submit got no answer is looked for and removed."""
     close_s: float = 5.0
 
     progress_interval_s: float = 0.05
-    """Progress is reported no more often; the last one is always reported."""
+    """Progress is reported at most this often; the last report is always sent."""
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """Where a server is. The base has no credentials and no slash at its end."""
+    """The base has no credentials and no slash at its end."""
 
     base: str
     host: str
@@ -103,11 +102,13 @@ class ServerAddress(msgspec.Struct, frozen=True):
 
 
 def parse_address(url: str) -> ServerAddress:
-    """Read `http://user:password@host:port/prefix/`; the scheme may be left out. Raises `ValueError`."""
+    """Reads `http://user:password@host:port/prefix/`; the scheme is optional. Raises `ValueError`."""
     text = url.strip()
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in DEFAULT_PORTS:
-        raise ValueError(f"a ComfyUI server is reached by http or https, not by {parts.scheme!r}: {url!r}")
+        raise ValueError(
+            f"the address of a ComfyUI server needs http or https, not {parts.scheme!r}: {url!r}"
+        )
     if not parts.hostname:
         raise ValueError(
             f"the address of a ComfyUI server needs a host, such as http://gpu-a:8188, not {url!r}"
@@ -125,5 +126,5 @@ def parse_address(url: str) -> ServerAddress:
 
 
 def server_id(url: str) -> str:
-    """The name a server has unless it is given one: its host and port."""
+    """A server's default name: its host and port."""
     return parse_address(url).server_id

@@ -1,17 +1,8 @@
-"""Bringing a prompt to a server once, whatever happens to the answer.
+"""Submits a prompt with its files to a server exactly once, and removes them after the run.
 
-A server takes our id and does not de-duplicate it, so before anything is sent, and whenever no clear answer came, the
-id is looked up: the prompt may be waiting, running or already done. Owns the way to acceptance; the run follows it.
-
-Files that go with an attempt: placed on the server, then wired into the graph.
-
-Each attempt has a folder of its own below the server's input folder, so equal names of two attempts never meet and a
-repeated upload writes the same file again.
-
-What an attempt left on the disk that worker and server share: its own folders, by the id of its prompt.
-
-ComfyUI has no route to remove a file, so only who shares its disk can. Every attempt has a folder of its own below
-`input` and `output`, which nobody else writes to; nothing outside of these two is touched.
+A server does not de-duplicate prompt ids, so the id is looked up before each submit and after an unclear
+answer. Each attempt has its own folder below the server's `input` and `output`. ComfyUI has no route that
+removes files, so only a worker on the server's disk removes them, and only in these folders.
 """
 
 from __future__ import annotations
@@ -47,11 +38,11 @@ from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 class AcceptedPrompt(msgspec.Struct, frozen=True):
     number: float | None
     is_fresh: bool = False
-    """The server's own answer to this submit, not what a lookup found."""
+    """The server's own answer to this submit, not the result of a lookup."""
 
 
 class UnwantedPrompt(Exception):
-    """The server took the prompt in a way we do not want: it has to be stopped, then the failure stands."""
+    """The server accepted the prompt wrongly: the caller must stop it and raise the failure."""
 
     def __init__(self, prompt_id: str, failure: ServiceFailed) -> None:
         super().__init__(str(failure))
@@ -60,7 +51,7 @@ class UnwantedPrompt(Exception):
 
 
 class PromptSubmission:
-    """One prompt on its way. `may_arrive_late` tells whether it may turn up on the server after a failure."""
+    """Submits one prompt. `may_arrive_late`: after a failure the prompt may still appear on the server."""
 
     def __init__(
         self, api: ComfyApi, settings: ComfyUISettings, graph: dict[str, Any], prompt_id: str, client_id: str
@@ -88,17 +79,17 @@ class PromptSubmission:
                 raise fail(FailureKind.DEAD_WORKER, f"The server cannot be used: {error}.") from error
             except Unreachable as error:
                 if error.status is not None and error.status < 500:
-                    # Another program, or a gate that does not let us in: waiting does not help.
+                    # Another program, or a proxy that refuses us: waiting does not help.
                     raise ServiceFailed(
-                        failures.refused_request(error.status, None, "a look at its queue")
+                        failures.refused_request(error.status, None, "a request for its queue")
                     ) from error
-                # Nothing was sent: it is safe to come again.
+                # Nothing was sent, so another try is safe.
                 if refusals.are_enough(error):
                     raise nobody_there(error) from error
                 waited_s = loop.time() - began
                 if error.is_refused and waited_s >= self._settings.unreachable_s:
                     raise fail(
-                        FailureKind.CRASHED, f"The server was not there for {waited_s:.1f} s: {error}"
+                        FailureKind.CRASHED, f"The server was away for {waited_s:.1f} s: {error}"
                     ) from error
                 if waited_s >= accept_s:
                     raise self._timed_out(accept_s) from error
@@ -121,13 +112,13 @@ class PromptSubmission:
                 lost or fail(FailureKind.TRANSIENT, f"The submit got no answer and did not arrive: {error}")
             )
         if answer.status >= 500:
-            # Seen in the wild: the answer is 500 and the prompt is in the queue.
+            # Real servers have answered 500 with the prompt in the queue.
             return await self._find_out(ServiceFailed(failures.refused_prompt(answer.status, answer.body)))
         self.may_arrive_late = False
         return self._read(answer)
 
     async def _find_out(self, otherwise: ServiceFailed) -> AcceptedPrompt:
-        """The submit got no clear answer: did the prompt arrive?"""
+        """Looks whether the prompt arrived although the submit got no clear answer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.unreachable_s
         refusals = HttpRefusals(self._settings.refused_s)
@@ -139,7 +130,7 @@ class PromptSubmission:
                 if refusals.are_enough(error) or loop.time() >= deadline:
                     raise fail(
                         FailureKind.CRASHED,
-                        f"The server did not answer the submit and was not there afterwards: {error}",
+                        f"The server did not answer the submit and was away afterwards: {error}",
                     ) from error
             else:
                 if known is not None:
@@ -156,19 +147,19 @@ class PromptSubmission:
         if not isinstance(body, dict) or not isinstance(body.get("prompt_id"), str):
             raise fail(
                 FailureKind.DEAD_WORKER,
-                "The answer to the submit is not ComfyUI's: check the server's address.",
+                "The answer to the submit is not from ComfyUI: check the server's address.",
             )
         if body["prompt_id"] != self._prompt_id:
             raise UnwantedPrompt(
                 body["prompt_id"],
                 fail(
                     FailureKind.DEAD_WORKER,
-                    "The server gave the prompt an id of its own: it is older than 0.3.45. Update it.",
+                    "The server replaced the prompt id: it is older than 0.3.45. Update it.",
                 ),
             )
         errors = body.get("node_errors")
         if isinstance(errors, dict) and errors:
-            # Accepted by half: outputs with errors are left out and the rest runs.
+            # Partly accepted: the server drops outputs with errors and runs the rest.
             message = "The server would run only a part of the workflow"
             raise UnwantedPrompt(self._prompt_id, ServiceFailed(failures.invalid_nodes(errors, message)))
         number = body.get("number")
@@ -190,12 +181,12 @@ async def place(
     workflow: Workflow,
     folder: str,
 ) -> Workflow:
-    """Upload all and give back the graph that names them. Raises `ServiceFailed` or `InvalidWorkflow`."""
+    """Uploads the files and returns a graph that names them. Raises `ServiceFailed`, `InvalidWorkflow`."""
     used: set[str] = set()
     for index, attachment in enumerate(attachments):
         filename = _own_name(attachment.filename, index, used)
         current = workflow.nodes[attachment.node].inputs if attachment.node in workflow.nodes else {}
-        # Checked before the upload: a wrong node id must not leave files behind.
+        # Checked before the upload: a wrong node id must not leave files on the server.
         workflow = with_input(workflow, attachment.node, attachment.input, filename)
         original = _reference(current.get(attachment.input)) if attachment.kind == "mask" else None
         content = attachment.data if isinstance(attachment, Attachment) else attachment.path
@@ -206,7 +197,7 @@ async def place(
 
 
 async def upload_patiently(api: ComfyApi, settings: ComfyUISettings, upload: UploadedImage) -> ApiAnswer:
-    """Through short absences of the server. Raises `ServiceFailed`."""
+    """Repeats the upload while the server is away for a short time. Raises `ServiceFailed`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.unreachable_s
     refusals = HttpRefusals(settings.refused_s)
@@ -216,10 +207,10 @@ async def upload_patiently(api: ComfyApi, settings: ComfyUISettings, upload: Upl
         except Unreachable as error:
             if refusals.are_enough(error):
                 raise nobody_there(error) from error
-            # An upload that overwrites may be repeated; one that took too long would only take as long again.
+            # A repeated upload overwrites the file. After a timeout it would only take as long again.
             if error.is_timeout or loop.time() >= deadline:
                 kind = FailureKind.CRASHED if error.is_refused else FailureKind.TRANSIENT
-                raise fail(kind, f"The upload of {upload.filename!r} did not get through: {error}") from error
+                raise fail(kind, f"The upload of {upload.filename!r} failed: {error}") from error
         else:
             if not answer.is_ok:
                 raise ServiceFailed(failures.refused_upload(answer.status, answer.body, upload.filename))
@@ -238,11 +229,13 @@ def _own_name(filename: str, index: int, used: set[str]) -> str:
 
 
 def _name_in_graph(answer: ApiAnswer, filename: str) -> str:
-    """How a loading node names the file: folder and name, and where it lies unless that is the input folder."""
+    """The name that a loading node uses: subfolder and name, and the folder type if it is not `input`."""
     body = answer.body
     if not isinstance(body, dict) or not isinstance(body.get("name"), str):
         raise ServiceFailed(
-            Failure(FailureKind.UNKNOWN, f"The server did not say under what name it keeps {filename!r}.")
+            Failure(
+                FailureKind.UNKNOWN, f"The server did not return the name under which it saved {filename!r}."
+            )
         )
     subfolder, kind = body.get("subfolder"), body.get("type", "input")
     path = f"{subfolder}/{body['name']}" if subfolder else body["name"]
@@ -250,7 +243,7 @@ def _name_in_graph(answer: ApiAnswer, filename: str) -> str:
 
 
 def _reference(value: Any) -> dict[str, str] | None:
-    """The image a mask is laid upon: the one its input names so far."""
+    """The image that a mask belongs to: the one that its input names."""
     found = _ANNOTATED.match(value) if isinstance(value, str) and value.strip() else None
     if found is None:
         return None
@@ -259,11 +252,11 @@ def _reference(value: Any) -> dict[str, str] | None:
 
 
 def remove_own(base: Path, subfolder: str, prompt_id: str, *, with_outputs: bool) -> None:
-    """`base` is the server's folder, with `input` and `output` in it. What is not there is removed already."""
-    # By construction; a name that leads elsewhere must never get here.
+    """`base` is the server's folder, with `input` and `output` in it."""
+    # A path that leads elsewhere must never get here.
     assert str(uuid.UUID(prompt_id)) == prompt_id
     for kind in ("input", *(("output",) if with_outputs else ())):
         folder = base / kind / subfolder / prompt_id
-        # A link would lead to what is somebody else's.
+        # A symbolic link may lead to other files.
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)

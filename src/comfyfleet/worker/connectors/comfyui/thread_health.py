@@ -1,7 +1,7 @@
-"""Whether a server may be used whose execution thread is dead, or does not get round to our prompts.
+"""Remembers that a server's execution thread is dead, or busy with another client's prompt.
 
-Such a server leaves HTTP answering, so health cannot be asked for. Owns the memory of the diagnosis, its words, and the
-signs that end it; who diagnoses is `run.py`, and what an unhealthy server means is for whoever asks.
+Such a server still answers HTTP, so a health check alone does not notice. `run.py` diagnoses; this module
+keeps the diagnosis, its message, and the signs that end it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ RESTART = "its execution thread is dead; restart it"
 
 
 class PromptAhead(msgspec.Struct, frozen=True):
-    """Somebody else's prompt that runs while ours waits."""
+    """Another client's prompt that runs while ours waits."""
 
     prompt_id: str
     since: float
-    """Since when it runs without a sign of life, as far as we saw. On the event loop's clock."""
+    """Since when it has run without a sign of life, on the event loop's clock."""
     is_poison: bool = False
-    """Its graph is one that ends a server's execution thread."""
+    """Its graph is of a kind that kills a server's execution thread."""
 
 
 class _Finding(Enum):
     DEAD = "dead"
     """The thread died, idle or with our own prompt."""
     UNSTOPPABLE = "unstoppable"
-    """Our own prompt goes on running although it was told to stop."""
+    """Our own prompt runs on after a cancel."""
     BROKEN = "broken"
-    """It sends more than any server should."""
+    """The server sends more data than the limits allow."""
     OCCUPIED = "occupied"
-    """Somebody else's prompt runs and runs."""
+    """Another client's prompt does not end."""
 
 
 class _Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +44,9 @@ class _Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     since: float
     """On the event loop's clock."""
     prompt_id: str = ""
-    """The prompt at which the thread was found dead, or which it goes on running."""
+    """The prompt at which the thread was found dead, or which still runs."""
     losses: int = 0
-    """How often the websocket had been lost by then."""
+    """The number of lost WebSockets at that time."""
     words: str = ""
     is_poison: bool = False
 
@@ -57,11 +57,11 @@ class ThreadHealth:
         self._settings = settings
         self._diagnosis: _Diagnosis | None = None
         self.patience_s = settings.occupied_s
-        """How long a prompt of ours waits behind a silent one of somebody else's."""
+        """How long our prompt waits behind a silent prompt of another client."""
 
     @property
     def defect(self) -> str | None:
-        """What is wrong with the server, in words that stay the same while the diagnosis does."""
+        """The message, which stays the same as long as the diagnosis."""
         found = self._diagnosis
         if found is None:
             return None
@@ -70,21 +70,18 @@ class ThreadHealth:
                 return found.words
             case _Finding.UNSTOPPABLE:
                 return (
-                    f"it goes on running prompt {found.prompt_id} although it was told to stop: a node does not react, "
+                    f"it still runs prompt {found.prompt_id} after a cancel: a node does not react, "
                     f"or {RESTART}"
                 )
             case _Finding.OCCUPIED:
-                whose = f"prompt {found.prompt_id} of somebody else"
+                whose = f"prompt {found.prompt_id} of another client"
                 if found.is_poison or _age_s(found) >= self._settings.occupied_dead_s:
-                    return f"{RESTART} ({whose} is said to run and does not end)"
-                return (
-                    f"it has been running {whose} without a sign of life and does not come to ours: it is busy, or "
-                    f"{RESTART}"
-                )
+                    return f"{RESTART} ({whose} is listed as running and does not end)"
+                return f"it runs {whose} without a sign of life while ours waits: it is busy, or {RESTART}"
 
     @property
     def is_broken(self) -> bool:
-        """It is not even asked whether it is better."""
+        """Then health checks do not ask the server at all."""
         found = self._diagnosis
         return (
             found is not None and found.finding is _Finding.BROKEN and _age_s(found) < self._settings.broken_s
@@ -99,7 +96,7 @@ class ThreadHealth:
         )
 
     def found_busy(self, prompt_id: str, losses: int) -> None:
-        """It runs a prompt that nobody wants any more: whatever came next would wait behind that."""
+        """The server runs a prompt that nobody needs, and other prompts would wait behind it."""
         self._find(_Diagnosis(finding=_Finding.UNSTOPPABLE, since=_now(), prompt_id=prompt_id, losses=losses))
 
     def found_occupied(self, ahead: PromptAhead, losses: int) -> None:
@@ -114,23 +111,23 @@ class ThreadHealth:
         )
 
     def found_alive(self) -> None:
-        # A run that completes there says nothing of what else it sends.
+        # A completed run does not show that the server sends less now.
         if not self.is_broken:
             self._diagnosis = None
 
     async def is_dead(self, losses: int, *, is_listening: bool) -> bool:
-        """`losses` counts how often the websocket was lost. Raises `Unreachable`."""
+        """`losses` counts lost WebSockets. Raises `Unreachable`."""
         found = self._diagnosis
         if found is None or found.finding is _Finding.BROKEN:
             self.found_alive()
             return self.is_broken
-        # The socket of a server goes with its process, so one that was lost and is back may be a new server's.
+        # A WebSocket ends with its server's process, so a new one may belong to a new process.
         is_new = losses > found.losses and is_listening
         is_occupied = found.finding is _Finding.OCCUPIED
         if (not is_new or is_occupied) and await self._shows_no_life(found):
             return True
         if is_occupied and not is_new:
-            # It was long, not dead: prompts of that kind are waited for from now on.
+            # The prompt was long, and the thread is alive: wait longer for such prompts from now on.
             self.patience_s = max(self.patience_s, 2 * _age_s(found))
         self.found_alive()
         return False
@@ -141,11 +138,11 @@ class ThreadHealth:
             return found.prompt_id in running
         if running - {found.prompt_id}:
             return False
-        # An empty queue proves nothing, so the diagnosis does not stand for ever: it may have been wrong.
+        # An empty queue proves nothing, so the diagnosis expires: it may have been wrong.
         return bool(running or waiting) or _age_s(found) < self._settings.dead_worker_s
 
     def _find(self, diagnosis: _Diagnosis) -> None:
-        # Why runs fail at a broken server is known already, and better.
+        # The diagnosis of a broken server explains failed runs better.
         if not self.is_broken:
             self._diagnosis = diagnosis
 

@@ -1,7 +1,6 @@
-"""What the websocket told of one run: progress, timings, outputs, and whether it said anything at all.
+"""The state of one run by its WebSocket messages: progress, timings and outputs.
 
-Pure: messages and moments in, state and reports out. It decides nothing about the end of a run but remembers what was
-heard, for the case that the history is no longer there to ask.
+It does no I/O. It remembers the reported outcome, which counts only if the history cannot be asked.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_CLASS_NAME = 200
 
 
 class TrackedProgress(msgspec.Struct, frozen=True):
-    """A report to be made, without the lease it is made under."""
+    """A progress report without its lease."""
 
     kind: ProgressKind
     data: dict[str, Any]
@@ -41,7 +40,7 @@ class TrackedProgress(msgspec.Struct, frozen=True):
 
 
 class _Busy:
-    """The time one node of the submitted graph was at work, those made by its expansion included."""
+    """The time that one node of the submitted graph was at work, including nodes of its expansion."""
 
     __slots__ = ("open", "since", "started_at", "total_s")
 
@@ -53,7 +52,7 @@ class _Busy:
 
 
 class RunTracker:
-    """Hears the messages of one prompt id, in their order."""
+    """Processes the messages of one prompt id in their order."""
 
     def __init__(
         self,
@@ -63,10 +62,10 @@ class RunTracker:
         max_output_size: int = 1 << 27,
         weights: NodeWeights | None = None,
     ) -> None:
-        """`max_output_size`: of what is told of outputs, no more is kept. The history has it all, but for pictures that
-        were sent. `weights`: what each node takes of the whole."""
+        """`max_output_size` bounds the outputs and the sent pictures kept here; the history has all outputs.
+        `weights`: each node's share of the run."""
         self.sent = SentPictures(graph, included, max_output_size)
-        self._output_room = max_output_size
+        self._output_left = max_output_size
         self._nodes = frozenset(graph)
         self._classes = {node_id: _class_of(node) for node_id, node in graph.items()}
         self._forecast = Forecast(weights or NodeWeights(dict.fromkeys(graph, 1.0)))
@@ -74,7 +73,7 @@ class RunTracker:
         self._included = included
         self._busy: dict[str, _Busy] = {}
         self._open: dict[str, None] = {}
-        """Nodes at work, those made by expansion by their own ids."""
+        """Nodes at work, including those of expansions."""
         self._done: set[str] = set()
         self._at = 0.0
         self._has_states = False
@@ -82,7 +81,7 @@ class RunTracker:
         self._max: float | None = None
         self._node: str | None = None
         self._text: tuple[str | None, str] = (None, "")
-        """A node, and what it last said of itself."""
+        """A node and its latest text."""
         self._percentage = 0.0
         self._outputs: dict[str, Any] = {}
         self._display: dict[str, str] = {}
@@ -90,7 +89,7 @@ class RunTracker:
         self.is_started = False
         self.is_heard = False
         self.is_under_way = False
-        """Anything came that comes after `execution_cached`: the run got past its beginning."""
+        """A message arrived that follows `execution_cached`: the run got past its beginning."""
         self.is_success_told = False
         self.is_end_told = False
         self._failure: Failure | None = None
@@ -114,7 +113,7 @@ class RunTracker:
                 self.is_end_told = True
                 self._close_all(at)
             case "executing" if message.node is not None:
-                if self._has_room_for(message.node):
+                if self._has_capacity(message.node):
                     self._begin(message.node, text_or_none(data.get("display_node")), at, wall)
                     progress.append(self._progress())
             case "progress":
@@ -123,7 +122,7 @@ class RunTracker:
             case "progress_state":
                 self._states(data.get("nodes"), at)
                 progress.append(self._progress())
-            case "executed" if message.node is not None and self._has_room_for(message.node, message.size):
+            case "executed" if message.node is not None and self._has_capacity(message.node, message.size):
                 progress += self._executed(message.node, text_or_none(data.get("display_node")), data, at)
             case "execution_success":
                 self.is_success_told = True
@@ -144,7 +143,7 @@ class RunTracker:
         return progress
 
     def begin(self) -> list[TrackedProgress]:
-        """The run has started, whoever told: told on only once."""
+        """Reports the start once, whether a message or a lookup found it."""
         if self.is_started:
             return []
         self.is_started = True
@@ -152,7 +151,7 @@ class RunTracker:
 
     @property
     def node(self) -> str | None:
-        """The node of the submitted graph that was last heard of."""
+        """The last mentioned node of the submitted graph."""
         return self._node
 
     @property
@@ -160,7 +159,7 @@ class RunTracker:
         return tuple(NodeTiming(node, busy.started_at, busy.total_s) for node, busy in self._busy.items())
 
     def outcome(self, vram_gb: float | None = None) -> JobResult | Failure | None:
-        """What came of the run by the websocket alone; None where it did not tell."""
+        """The outcome by the WebSocket alone. None: it is unknown."""
         if self._failure is not None:
             is_memory = self._failure.kind is FailureKind.OUT_OF_MEMORY
             return msgspec.structs.replace(self._failure, vram_gb=vram_gb if is_memory else None)
@@ -176,22 +175,22 @@ class RunTracker:
         )
 
     def _shown(self, node: str | None) -> str | None:
-        """The node of the submitted graph that this one stands for: expansions make ids such as 1.0.0.1."""
+        """The node of the submitted graph that this one belongs to: expansions make ids such as 1.0.0.1."""
         if node is None or node in self._nodes:
             return node
         return self._display.get(node) or node.split(".", 1)[0]
 
-    def _has_room_for(self, node: str, size: int = 0) -> bool:
-        """A run makes nodes as it goes, and a server may tell of as many as it likes."""
-        self._output_room -= size
+    def _has_capacity(self, node: str, size: int = 0) -> bool:
+        """A run can expand into any number of nodes."""
+        self._output_left -= size
         is_known = node in self._nodes or node in self._display
-        return self._output_room >= 0 and (is_known or len(self._display) + len(self._busy) < MAX_NODES_HEARD)
+        return self._output_left >= 0 and (is_known or len(self._display) + len(self._busy) < MAX_NODES_HEARD)
 
     def _begin(self, node: str, display: str | None, at: float, wall: float) -> None:
         if display is not None:
             self._display[node] = display
         if not self._has_states:
-            # Without states only the next node tells that the one before has finished.
+            # Without states only the next node shows that the previous one has finished.
             self._close_all(at)
         shown = self._shown(node) or node
         busy = self._busy.setdefault(shown, _Busy(wall))
@@ -224,7 +223,7 @@ class RunTracker:
             return
         self._has_states = True
         for node, content in nodes.items():
-            if not isinstance(content, Mapping) or not self._has_room_for(node):
+            if not isinstance(content, Mapping) or not self._has_capacity(node):
                 continue
             display = text_or_none(content.get("display_node_id"))
             if display is not None:
@@ -262,7 +261,7 @@ class RunTracker:
         return [TrackedProgress(ProgressKind.OUTPUT, {"node": node, "output": dict(output), "files": files})]
 
     def _progress(self, node: str | None = None) -> TrackedProgress:
-        # A watcher's bar does not go back when a finished node turns out to have more to do.
+        # The percentage never goes back when a finished node turns out to have more to do.
         self._percentage = max(self._percentage, 100.0 * self._forecast.share())
         data: dict[str, Any] = {
             "value": self._value,
@@ -279,7 +278,7 @@ class RunTracker:
         return TrackedProgress(ProgressKind.PROGRESS, data)
 
     def _message(self, node: str | None) -> str | None:
-        """In words, for people: what the node said, or its class and how far it is."""
+        """A text for people: the node's own, or its class and step."""
         speaker, text = self._text
         if text and speaker == node:
             return text
@@ -294,7 +293,7 @@ def _class_of(node: Any) -> str:
 
 
 def _finite(value: Any) -> float | None:
-    """A number that can be shown; a server's JSON may have NaN, infinities and integers of any length."""
+    """A server's JSON may contain NaN, infinities and integers of any length."""
     if not isinstance(value, int | float):
         return None
     try:
