@@ -195,7 +195,7 @@ def test_the_same_reference_is_the_same_job(run: Run, workflow: Path) -> None:
         (json.dumps(graph()), ("--priority", "1001"), 2, "--priority"),
         (json.dumps(graph()), ("--key", "cfk_0_0"), 3, "the key is not good"),
         (json.dumps(graph()), ("--hub", "http://127.0.0.1:9"), 4, "cannot reach the hub"),
-        (json.dumps(graph()), ("--hub", "nonsense"), 2, "is no hub's address"),
+        (json.dumps(graph()), ("--hub", "nonsense"), 2, "is not the address of a hub"),
     ],
 )
 def test_what_cannot_be_submitted_is_told_in_a_line(

@@ -75,7 +75,7 @@ async def test_a_wrong_name_leaves_no_file_behind(client: FleetClient, tmp_path:
         with pytest.raises(Refusal) as refused:
             await client.submit(edit(), attach=attach)
         assert refused.value.code is RefusalCode.INVALID_REQUEST
-    with pytest.raises(Refusal, match="inputs are not what is expected"):
+    with pytest.raises(Refusal, match="the inputs are not valid"):
         await client.submit(edit(), inputs=[{"node": "10"}])
     assert left_in(tmp_path / "files") == []
 

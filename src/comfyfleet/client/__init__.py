@@ -1,1 +1,1 @@
-"""A hub from outside: `FleetClient` for programs with an event loop, `SyncFleetClient` for those without."""
+"""Clients of a hub: `FleetClient` for programs with an event loop, `SyncFleetClient` for those without."""

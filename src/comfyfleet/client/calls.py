@@ -1,11 +1,4 @@
-"""The part of `FleetClient` that is about files: the same whether a hub keeps them in a folder or in a storage.
-
-The part of `FleetClient` that is about keys, enrolment and the audit log.
-
-The part of `FleetClient` that is about tenants and their credits.
-
-The part of `FleetClient` that is about webhooks and their deliveries.
-"""
+"""The methods of `FleetClient` for files, keys, tenants with their credits, and webhooks."""
 
 from __future__ import annotations
 
@@ -27,14 +20,15 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.file import FileKind
 from comfyfleet.model.job import OutputFile
-from comfyfleet.wire import credits as money
-from comfyfleet.wire import credits as used
+from comfyfleet.wire import credits as wire_credits
 from comfyfleet.wire import keys as wire_keys
 from comfyfleet.wire import tenants as wire_tenants
 from comfyfleet.wire import webhooks as wire_webhooks
 from comfyfleet.wire import worker as worker_bodies
 from comfyfleet.wire.files import FileDetails, FileList, FileView
 from comfyfleet.wire.tenants import FindingList
+
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 class FileCalls:
@@ -48,7 +42,7 @@ class FileCalls:
         content_type: str | None = None,
         tenant: str | None = None,
     ) -> FileView:
-        """A file, by its path or its content, for the `inputs` of any number of jobs: name it by its `id`."""
+        """Uploads a path or a content for the `inputs` of any number of jobs, which name it by its `id`."""
         return await upload(self._link, source, name, content_type, tenant)
 
     async def file(self, file_id: str) -> FileDetails:
@@ -63,12 +57,12 @@ class FileCalls:
         cursor: str | None = None,
         limit: int = 100,
     ) -> FileList:
-        """One page, the oldest first. Ask again with its cursor for what follows."""
+        """One page, oldest first. Pass its cursor to get the next page."""
         query = {"kind": kind, "job_id": job_id, "tenant": tenant, "cursor": cursor, "limit": limit}
         return await self._link.ask("list_files", FileList, query=query)
 
     async def every_file(self, **wanted: Any) -> AsyncIterator[FileView]:
-        """All that `files` would list, page after page."""
+        """All files of `files`, page after page."""
         cursor: str | None = None
         while True:
             page = await self.files(**wanted, cursor=cursor)
@@ -79,22 +73,21 @@ class FileCalls:
                 return
 
     async def delete_file(self, file_id: str) -> None:
-        """With its thumbnails. Refused while a job that has not ended needs it."""
+        """Also deletes its thumbnails. Refused while an open job needs the file."""
         await self._link.ask("delete_file", type(None), file_id=file_id)
 
     async def fetch(self, file: OutputFile | FileView | str) -> bytes:
-        """A file of a result, or one of the hub's by its id, from the hub or from where it lies. Our key does not
-        travel there."""
+        """The content of a result's file, or of the hub's file with this id."""
         return await file_transfer.fetch(self._link, await self._found(file))
 
     async def save(self, file: OutputFile | FileView | str, path: str | Path) -> int:
-        """The same to a path, however large it is; what lies there is replaced once all of it has come."""
+        """The same into a file, which is replaced only when all bytes have arrived."""
         return await file_transfer.save_as(self._link, await self._found(file), Path(path))
 
     async def _found(self, file: OutputFile | FileView | str) -> OutputFile:
         if isinstance(file, OutputFile):
             return file
-        # A link of before may have expired.
+        # The link in the view may have expired.
         known = await self.file(file if isinstance(file, str) else file.id)
         url = known.link.url if known.link is not None and known.link.method == "GET" else None
         return OutputFile("", known.kind, known.name, url=url, file_id=known.id)
@@ -112,7 +105,7 @@ class KeyCalls:
         worker_id: str | None = None,
         expires_in_s: float | None = None,
     ) -> wire_keys.CreatedKey:
-        """The only time that the key is told."""
+        """The answer is the only one that contains the key."""
         body = wire_keys.KeyBody(Role(role), name, tenant, worker_id, expires_in_s)
         return await self._link.ask("create_key", wire_keys.CreatedKey, body=body)
 
@@ -145,8 +138,8 @@ class KeyCalls:
         worker_prefix: str = "",
         replace: bool = False,
     ) -> wire_keys.CreatedEnrolment:
-        """A token with which so many workers fetch keys of their own. `replace`: also those that have one, which then
-        ends."""
+        """A token with which this many workers get their own keys. `replace`: also workers that have a
+        key, which then ends."""
         body = wire_keys.EnrolmentBody(uses, expires_in_s, worker_prefix, replace)
         return await self._link.ask("create_enrolment", wire_keys.CreatedEnrolment, body=body)
 
@@ -156,34 +149,31 @@ class KeyCalls:
         return await self._link.ask("list_enrolments", wire_keys.EnrolmentList, query=query)
 
     async def uninvite(self, token_id: str) -> None:
-        """The token is good for nobody any more; keys that it gave stay."""
+        """The token becomes invalid; keys made with it stay."""
         await self._link.ask("revoke_enrolment", type(None), token_id=token_id)
 
     async def enrol(self, token: str, worker_id: str) -> wire_keys.CreatedKey:
-        """One use of the token for a key that is good for this worker alone."""
+        """Uses the token once, for a key that is valid for this worker only."""
         body = worker_bodies.EnrolBody(token, worker_id)
         return await self._link.ask("worker_enrol", wire_keys.CreatedKey, body=body)
-
-
-B = TypeVar("B", bound=msgspec.Struct)
 
 
 class TenantCalls:
     _link: HubConnection
 
     async def differences(self) -> FindingList:
-        """Where the store and tenants' databases differ just now; nothing is changed."""
+        """The present differences between the store and the tenant databases. Changes nothing."""
         return await self._link.ask("look_for_differences", FindingList)
 
     async def reconcile(self) -> FindingList:
-        """The same, and what mends itself is mended."""
+        """The same, and repairs what can be repaired automatically."""
         return await self._link.ask("reconcile", FindingList)
 
     # tenants
 
     async def create_tenant(self, tenant_id: str, /, **terms: Any) -> wire_tenants.TenantView:
-        """`terms` are the fields of a tenant: pool, name, price, weight, caps … as the protocol has them."""
-        body = _told({"id": tenant_id, **terms}, wire_tenants.TenantBody)
+        """`terms` are the fields of a tenant (pool, name, price, weight, caps …), as in docs/protocol.md."""
+        body = _converted({"id": tenant_id, **terms}, wire_tenants.TenantBody)
         return await self._link.ask("create_tenant", wire_tenants.TenantView, body=body)
 
     async def tenants(self, cursor: str | None = None, limit: int = 100) -> wire_tenants.TenantList:
@@ -194,8 +184,8 @@ class TenantCalls:
         return await self._link.ask("get_tenant", wire_tenants.TenantView, tenant_id=tenant_id)
 
     async def change_tenant(self, tenant_id: str, /, **terms: Any) -> wire_tenants.TenantView:
-        """What is not given stays as it is."""
-        body = _told(terms, wire_tenants.TenantChange)
+        """Terms that are not given stay as they are."""
+        body = _converted(terms, wire_tenants.TenantChange)
         return await self._link.ask("change_tenant", wire_tenants.TenantView, body=body, tenant_id=tenant_id)
 
     async def suspend_tenant(self, tenant_id: str) -> wire_tenants.TenantView:
@@ -205,12 +195,12 @@ class TenantCalls:
         return await self._link.ask("resume_tenant", wire_tenants.TenantView, tenant_id=tenant_id)
 
     async def move_tenant(self, tenant_id: str, pool: str) -> wire_tenants.TenantView:
-        """Begun when it returns; it is there when its `pool` is and its state is not `moving`."""
+        """Starts the relocation. It has ended when `pool` is the new one and the state is not `moving`."""
         body = wire_tenants.MoveBody(pool)
         return await self._link.ask("move_tenant", wire_tenants.TenantView, body=body, tenant_id=tenant_id)
 
     async def delete_tenant(self, tenant_id: str, *, confirm: str) -> wire_tenants.TenantView:
-        """Begun when it returns; it is gone when it is not found any more. `confirm` repeats its id."""
+        """Starts the deletion. It has ended when the tenant is not found. `confirm` repeats its id."""
         query = {"confirm": confirm}
         return await self._link.ask(
             "delete_tenant", wire_tenants.TenantView, query=query, tenant_id=tenant_id
@@ -218,17 +208,19 @@ class TenantCalls:
 
     # credits
 
-    async def balance(self, tenant_id: str) -> money.BalanceView:
-        return await self._link.ask("balance", money.BalanceView, tenant_id=tenant_id)
+    async def balance(self, tenant_id: str) -> wire_credits.BalanceView:
+        return await self._link.ask("balance", wire_credits.BalanceView, tenant_id=tenant_id)
 
-    async def statement(self, tenant_id: str, after: int = 0, limit: int = 100) -> money.StatementView:
-        """The entries behind that number."""
+    async def statement(self, tenant_id: str, after: int = 0, limit: int = 100) -> wire_credits.StatementView:
+        """The entries after that number."""
         query = {"after": after, "limit": limit}
-        return await self._link.ask("statement", money.StatementView, query=query, tenant_id=tenant_id)
+        return await self._link.ask("statement", wire_credits.StatementView, query=query, tenant_id=tenant_id)
 
-    async def grants(self, tenant_id: str, cursor: str | None = None, limit: int = 100) -> money.GrantList:
+    async def grants(
+        self, tenant_id: str, cursor: str | None = None, limit: int = 100
+    ) -> wire_credits.GrantList:
         query = {"cursor": cursor, "limit": limit}
-        return await self._link.ask("list_grants", money.GrantList, query=query, tenant_id=tenant_id)
+        return await self._link.ask("list_grants", wire_credits.GrantList, query=query, tenant_id=tenant_id)
 
     async def grant_credits(
         self,
@@ -238,22 +230,32 @@ class TenantCalls:
         grant_id: str | None = None,
         note: str = "",
         pending: bool = False,
-    ) -> money.GrantView:
-        """The same `grant_id`, such as the number of a payment, is one grant however often it is sent."""
-        body = money.GrantBody(amount, uuid.uuid4().hex if grant_id is None else grant_id, note, pending)
-        return await self._link.ask("grant_credits", money.GrantView, body=body, tenant_id=tenant_id)
+    ) -> wire_credits.GrantView:
+        """The same `grant_id`, such as the number of a payment, is one grant, however often it is sent."""
+        body = wire_credits.GrantBody(
+            amount, uuid.uuid4().hex if grant_id is None else grant_id, note, pending
+        )
+        return await self._link.ask("grant_credits", wire_credits.GrantView, body=body, tenant_id=tenant_id)
 
-    async def confirm_grant(self, tenant_id: str, grant_id: str) -> money.GrantView:
-        return await self._link.ask("confirm_grant", money.GrantView, tenant_id=tenant_id, grant_id=grant_id)
+    async def confirm_grant(self, tenant_id: str, grant_id: str) -> wire_credits.GrantView:
+        return await self._link.ask(
+            "confirm_grant", wire_credits.GrantView, tenant_id=tenant_id, grant_id=grant_id
+        )
 
-    async def void_grant(self, tenant_id: str, grant_id: str) -> money.GrantView:
-        return await self._link.ask("void_grant", money.GrantView, tenant_id=tenant_id, grant_id=grant_id)
+    async def void_grant(self, tenant_id: str, grant_id: str) -> wire_credits.GrantView:
+        return await self._link.ask(
+            "void_grant", wire_credits.GrantView, tenant_id=tenant_id, grant_id=grant_id
+        )
 
     async def adjust_credits(
         self, tenant_id: str, amount: int, note: str, *, adjustment_id: str | None = None
-    ) -> money.BalanceView:
-        body = money.AdjustBody(amount, note, uuid.uuid4().hex if adjustment_id is None else adjustment_id)
-        return await self._link.ask("adjust_credits", money.BalanceView, body=body, tenant_id=tenant_id)
+    ) -> wire_credits.BalanceView:
+        body = wire_credits.AdjustBody(
+            amount, note, uuid.uuid4().hex if adjustment_id is None else adjustment_id
+        )
+        return await self._link.ask(
+            "adjust_credits", wire_credits.BalanceView, body=body, tenant_id=tenant_id
+        )
 
     async def usage(
         self,
@@ -262,20 +264,20 @@ class TenantCalls:
         since: float | None = None,
         until: float | None = None,
         by: Sequence[str] = ("tenant",),
-    ) -> used.UsageList:
-        """What ended rounds took, for each tenant, workflow, worker, day: as many of these as `by` names."""
+    ) -> wire_credits.UsageList:
+        """The usage of ended rounds, grouped by what `by` names: tenant, workflow, worker, day."""
         query = {"tenant": tenant, "since": since, "until": until, "by": ",".join(by)}
-        return await self._link.ask("usage", used.UsageList, query=query)
+        return await self._link.ask("usage", wire_credits.UsageList, query=query)
 
     async def export(
         self,
         tenant_id: str,
         *,
         of: Literal["postings", "runs"] = "postings",
-        format: used.Format = "csv",  # noqa: A002
+        format: wire_credits.Format = "csv",  # noqa: A002
         after: int = 0,
     ) -> AsyncGenerator[bytes, None]:
-        """The file piece by piece. What was exported up to a number is gone on with `after` it."""
+        """The file in pieces. Pass the last number as `after` to continue an earlier export."""
         query = urlencode({"of": of, "format": format, "after": after})
         path = filled("/api/tenants/{tenant_id}/export", {"tenant_id": tenant_id})
         async with self._link.stream(f"{path}?{query}", {}) as response:
@@ -283,18 +285,18 @@ class TenantCalls:
                 async for piece in response.content.iter_any():
                     yield piece
             except aiohttp.ClientError as error:
-                raise Fault(f"the export broke off: {error}; begin it anew") from error
+                raise Fault(f"the export broke off: {error}; start it again") from error
 
-    async def receipt(self, job_id: str) -> money.ReceiptView:
-        """What a job was held for and what it cost."""
-        return await self._link.ask("job_receipt", money.ReceiptView, job_id=job_id)
+    async def receipt(self, job_id: str) -> wire_credits.ReceiptView:
+        """What was held for a job, and what it cost."""
+        return await self._link.ask("job_receipt", wire_credits.ReceiptView, job_id=job_id)
 
 
-def _told(fields: dict[str, Any], kind: type[B]) -> B:
+def _converted(fields: dict[str, Any], kind: type[B]) -> B:
     try:
         return msgspec.convert(msgspec.to_builtins(fields), kind)
     except msgspec.ValidationError as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"this cannot be said of a tenant: {error}") from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the tenant's terms are not valid: {error}") from error
 
 
 class WebhookCalls:
@@ -303,7 +305,7 @@ class WebhookCalls:
     async def create_webhook(
         self, url: str, *, events: Sequence[str] | None = None, name: str = "", every_tenant: bool = False
     ) -> wire_webhooks.WebhookView:
-        """Facts of every job that is submitted from now on are delivered there."""
+        """Delivers facts of all jobs that are submitted from now on."""
         wanted = None if events is None else tuple(FactKind(event) for event in events)
         body = wire_webhooks.SubscriptionBody(url, wanted, name, every_tenant)
         return await self._link.ask("create_webhook", wire_webhooks.WebhookView, body=body)
@@ -320,7 +322,7 @@ class WebhookCalls:
         events: Sequence[str] | None = None,
         name: str | None = None,
     ) -> wire_webhooks.WebhookView:
-        """What is not given stays as it is."""
+        """Values that are not given stay as they are."""
         body = wire_webhooks.WebhookChange(
             UNSET if url is None else url,
             UNSET if events is None else tuple(FactKind(event) for event in events),
@@ -331,7 +333,7 @@ class WebhookCalls:
         )
 
     async def test_webhook(self, webhook_id: str) -> wire_webhooks.WebhookTested:
-        """A test delivery goes out at once; what the receiver answered."""
+        """Sends a test delivery at once and returns the receiver's answer."""
         return await self._link.ask("test_webhook", wire_webhooks.WebhookTested, webhook_id=webhook_id)
 
     async def delete_webhook(self, webhook_id: str) -> None:
@@ -340,7 +342,7 @@ class WebhookCalls:
     async def rotate_webhook_secret(
         self, overlap_s: float = 86400.0, *, every_tenant: bool = False
     ) -> wire_webhooks.CreatedSecret:
-        """The only time that the secret is told. For so long the one before it signs too."""
+        """The answer is the only one that contains the secret. The old one also signs for `overlap_s`."""
         body = wire_webhooks.SecretBody(overlap_s, every_tenant)
         return await self._link.ask("rotate_webhook_secret", wire_webhooks.CreatedSecret, body=body)
 
@@ -352,7 +354,7 @@ class WebhookCalls:
         cursor: str | None = None,
         limit: int = 100,
     ) -> wire_webhooks.DeliveryList:
-        """Those of one job, or one page of all that there are."""
+        """The deliveries of one job, or one page of all."""
         if job_id is not None:
             return await self._link.ask("job_deliveries", wire_webhooks.DeliveryList, job_id=job_id)
         query = {"status": status, "cursor": cursor, "limit": limit}

@@ -1,6 +1,6 @@
-"""`FleetClient`: a hub's jobs, queue, workers and keys as methods. It asks and waits; everything is decided at the hub.
+"""`FleetClient`: the jobs, queue, workers and keys of a hub as methods.
 
-How a request travels, and when it is tried again, is `connection.py`'s.
+`calls.py` has its methods for files, tenants, keys and webhooks; `connection.py` sends and repeats requests.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from comfyfleet.wire.answers import PayloadBody
 from comfyfleet.wire.problems import refusal_in
 
 _BATCH_SIZE = 200
-"""Jobs in one request of a batch."""
+"""Jobs in one request."""
 _POLL_S = 0.5
-"""Between two looks at a job where a hub has no stream of it."""
+"""The interval for looking at a job if the hub has no stream for it."""
 
 _NOTHING_LEFT = 204
 
@@ -46,13 +46,13 @@ T = TypeVar("T")
 
 
 class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
-    """An async context manager; closing twice is harmless.
+    """An async context manager that can be closed twice.
 
-    A hub that is away or says "not now" is tried again for `patience_s`, where that cannot do anything twice: every
-    submission carries a key by which the hub knows it again. A refusal is raised as `Refusal`, with its code.
+    The client tries a hub that is away or says "not now" again for `patience_s`, if that cannot do anything
+    twice: every submission carries an idempotency key. It raises refusals as `Refusal`, with their code.
 
-    Without an address the hub of this machine is meant, and its key, as with the commands. Of several addresses, of
-    hubs on one store, the next is asked where one does not answer.
+    Without an address it uses the hub of this machine and its key, as the commands do. Several addresses are
+    hubs on one store: the client calls the next one if one does not answer.
     """
 
     def __init__(
@@ -103,10 +103,11 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         traceparent: str | None = None,
         **options: Unpack[SubmitOptions],
     ) -> answers.SubmittedBody:
-        """Durable when it returns. The same `idempotency_key`, or `reference`, with the same content is one job.
+        """Returns once the job is stored. The same `idempotency_key` or `reference` with the same content is
+        one job.
 
-        `attach={"10.image": "photo.png"}` uploads the file and gives it to the input `image` of node 10.
-        `traceparent`, the caller's own (W3C Trace Context), goes with the job to its attempts.
+        `attach={"10.image": "photo.png"}` uploads the file for the input `image` of node 10. `traceparent`
+        (W3C Trace Context) goes with the job to its attempts.
         """
         await self._attach(attach, options)
         body = submission(workflow, options)
@@ -125,11 +126,11 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         idempotency_key: str | None = None,
         **options: Unpack[SubmitOptions],
     ) -> list[answers.SubmittedBody | Refusal]:
-        """Each workflow with the same options and files, in batches. In their order: the job, or why it was refused.
+        """Submits all workflows with the same options and files. Returns the job or the refusal of each.
 
-        `on_progress` hears how many of how many are done. A hub that goes away in the middle raises nothing: what was
-        taken is answered, and the others are refused as `unavailable`. The same call again with the same
-        `idempotency_key` makes no job twice.
+        `on_progress` gets the number of submitted jobs and of all. If the hub goes away in the middle, the
+        remaining jobs are refused as `unavailable`. The same call with the same `idempotency_key` creates no
+        job twice.
         """
         if options.get("reference") is not None:
             raise Refusal(
@@ -153,7 +154,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
             except (Refusal, Fault) as error:
                 if not found:
                     raise
-                # What was taken before must not be lost with it.
+                # The jobs that were accepted before must not be lost.
                 return found + [_not_answered(error)] * (len(every) - len(found))
             found += [_job_or_refusal(item) for item in answer.items]
             if on_progress is not None:
@@ -161,31 +162,31 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         return found
 
     async def convert(self, workflow: WorkflowLike) -> dict[str, Any]:
-        """The API-format graph of a workflow of the ComfyUI editor, where a live worker has its nodes."""
+        """The API-format graph of a ComfyUI editor workflow. It needs a live worker with its nodes."""
         body = bodies.ConvertBody(read_workflow(workflow))
         return (await self._link.ask("convert", bodies.ConvertBody, body=body)).workflow
 
     async def _attach(self, attach: Mapping[str, FileLike] | None, options: SubmitOptions) -> None:
         if not attach:
             return
-        # Asked first: a wrong name must not leave files behind.
+        # Parsed before the upload: a wrong name must not leave files on the hub.
         targets = {target: attached_to(target, "") for target in attach}
         tenant = options.get("tenant")
         files = {target: (await self.upload(source, tenant=tenant)).id for target, source in attach.items()}
         brought = [msgspec.structs.replace(each, file=files[target]) for target, each in targets.items()]
         options["inputs"] = (*options.get("inputs", ()), *brought)
 
-    # look
+    # read
 
     async def get(self, job_id: str) -> answers.JobDetails:
         return await self._link.ask("get_job", answers.JobDetails, job_id=job_id)
 
     async def payload(self, job_id: str) -> PayloadBody:
-        """What was asked for with it: workflow, requirements and the rest."""
+        """What was submitted: workflow, requirements and the rest."""
         return await self._link.ask("get_payload", PayloadBody, job_id=job_id)
 
     async def result(self, job_id: str) -> answers.ResultBody:
-        """What came of it so far; nothing while it is open."""
+        """The result so far; empty while the job is open."""
         return await self._link.ask("get_result", answers.ResultBody, job_id=job_id)
 
     async def explain(self, job_id: str) -> Explanation:
@@ -205,7 +206,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         cursor: str | None = None,
         limit: int = 100,
     ) -> answers.JobList:
-        """One page, by submission. Ask again with its cursor for what follows."""
+        """One page, in the order of submission. Pass its cursor to get the next page."""
         query: dict[str, Any] = {
             "status": status,
             "tenant": tenant,
@@ -221,7 +222,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         return await self._link.ask("list_jobs", answers.JobList, query=query)
 
     async def every_job(self, **wanted: Any) -> AsyncIterator[answers.JobBody]:
-        """All that `jobs` would list, page after page."""
+        """All jobs of `jobs`, page after page."""
         cursor: str | None = None
         while True:
             page = await self.jobs(**wanted, cursor=cursor)
@@ -232,14 +233,14 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
                 return
 
     async def wait(self, job_id: str, timeout: float | None = None) -> answers.ResultBody:
-        """Until it has ended: completed with a result, failed with an error, or cancelled."""
+        """Returns when the job has completed, failed or been cancelled."""
         async with asyncio.timeout(timeout), contextlib.aclosing(self.watch(job_id)) as watched:
             async for _ in watched:
                 pass
         return await self.result(job_id)
 
     async def watch(self, job_id: str, after: int | None = None) -> AsyncGenerator[JobUpdate, None]:
-        """What happens to a job, to its end; with `after`, what follows that number. Survives a lost connection."""
+        """The updates of a job until its end, after the number `after`. Survives lost connections."""
         path = filled("/api/jobs/{job_id}/progress", {"job_id": job_id})
         last, is_over = after, False
         tries = self._link.tries()
@@ -257,7 +258,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
                                 last, is_over = update.number, update.is_end
                             tries = self._link.tries()
                             yield update
-                    # A hub that has nothing left to say, now or from the beginning, ends the stream.
+                    # The hub ends a stream that has nothing left to send.
                     if is_over or response.status == _NOTHING_LEFT:
                         return
                 raise Fault(f"the stream of job {job_id} ended before the job did")
@@ -272,7 +273,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
             except Fault as error:
                 self._link.leave(url)
                 await tries.after(error)
-        # No such job, or a hub without streams: a look at the job tells which.
+        # No such job, or a hub without streams: the next request shows which.
         async for update in self._looks(job_id):
             yield update
 
@@ -302,7 +303,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         return await self._link.ask("cancel_job", answers.CancelBody, body=body, job_id=job_id)
 
     async def delete(self, job_id: str) -> None:
-        """Forgets a job that has ended; one that has not is refused: cancel it first. Its files stay."""
+        """Deletes a job that has ended; cancel others first. Its files stay."""
         await self._link.ask("delete_job", type(None), job_id=job_id)
 
     async def retry(self, job_id: str) -> answers.SubmittedBody:
@@ -357,11 +358,11 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         return await self._link.ask("resume_worker", answers.WorkerDetails, worker_id=worker_id)
 
     async def refresh_worker(self, worker_id: str) -> answers.WorkerDetails:
-        """It looks at once what its servers have; the answer is what is known of it before."""
+        """The worker reads its servers' inventories again; the answer shows its state before that."""
         return await self._link.ask("refresh_worker", answers.WorkerDetails, worker_id=worker_id)
 
     async def drain_workers(self) -> Sequence[answers.WorkerBody]:
-        """Every worker that is there finishes and leaves."""
+        """All connected workers finish their jobs and leave."""
         return (await self._link.ask("drain_workers", answers.WorkerList)).workers
 
     async def pause_workers(self) -> Sequence[answers.WorkerBody]:
@@ -392,7 +393,7 @@ def _traced(traceparent: str | None) -> dict[str, str]:
 def _not_answered(error: Refusal | Fault) -> Refusal:
     if isinstance(error, Refusal):
         return error
-    return Refusal(RefusalCode.UNAVAILABLE, f"whether this job was taken is not known: {error}")
+    return Refusal(RefusalCode.UNAVAILABLE, f"it is unknown whether the hub accepted this job: {error}")
 
 
 def _job_or_refusal(item: answers.BatchItem) -> answers.SubmittedBody | Refusal:

@@ -1,9 +1,7 @@
-"""The way to a hub: one request and its answer, tried again where that cannot do anything twice.
+"""Requests to a hub, repeated where that cannot do anything twice, and Server-Sent Events.
 
-What is asked for comes from the table of routes. A refusal of the hub is raised as the refusal it was; a hub that does
-not answer is a `Fault`.
-
-Server-Sent Events read from bytes as they come, by the rules of the HTML standard. What they mean is others'.
+Names of routes come from the table of routes. A refusal of the hub is raised as it is; a hub that does not
+answer is a `Fault`.
 """
 
 from __future__ import annotations
@@ -65,21 +63,21 @@ _SAME_TWICE = frozenset(
         "part_links",
     }
 )
-"""Beside what only looks: a submission has its key and a grant its id, a file announced twice is used once, and the
-others say how things shall be, not what to add."""
+"""Repeatable besides GET: submissions and grants have an id, a file announced twice is used once, and the
+others set a state and add nothing."""
 NOT_NOW = (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED)
 _PACK_FROM_BYTES = 16 * 1024
 _BASE_S, _CAP_S = 0.1, 3.0
 
 
 class HubAway(Fault):
-    """Nobody took the request, so nothing was done."""
+    """The hub did not receive the request."""
 
 
 class HubConnection:
-    """`patience_s` is how long a hub that is away, or says "not now", is tried again.
+    """`patience_s`: how long a hub that is away or says "not now" is tried again.
 
-    Of several addresses, of hubs on one store, one is asked until it does not answer; then the next one is.
+    Several addresses are hubs on one store: one is used until it does not answer, then the next.
     """
 
     def __init__(
@@ -96,18 +94,19 @@ class HubConnection:
             parts = urlsplit(each)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise Refusal(
-                    RefusalCode.INVALID_REQUEST, f"{each!r} is no hub's address: write {DEFAULT_URL}"
+                    RefusalCode.INVALID_REQUEST,
+                    f"{each!r} is not the address of a hub: write it like {DEFAULT_URL}",
                 )
         self._urls = tuple(dict.fromkeys(each.rstrip("/") for each in self._urls))
         self.url = self._urls[0]
-        """The one that is asked."""
+        """The hub in use."""
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._answer_s = answer_s
         self.patience_s = patience_s
         self._trust = trust
         self._session: aiohttp.ClientSession | None = None
         self._hubs: set[str] = set()
-        """Where it is a hub that answers."""
+        """Addresses that are known to be hubs."""
 
     async def close(self) -> None:
         if self._session is not None:
@@ -115,7 +114,7 @@ class HubConnection:
             self._session = None
 
     def leave(self, url: str) -> None:
-        """That one does not answer: whoever asks next asks the one behind it."""
+        """That hub does not answer: the next request goes to the next one."""
         if url == self.url:
             self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
 
@@ -126,7 +125,7 @@ class HubConnection:
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
             trust = True if self._trust is None else self._trust
-            # A watched job keeps its connection, so their number must not be bounded here.
+            # Each watched job has its connection, so their number is not bounded here.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=trust))
         return self._session
 
@@ -140,12 +139,12 @@ class HubConnection:
         headers: Mapping[str, str] | None = None,
         **places: str,
     ) -> T:
-        """The answer of a route by its name in the table; `places` stand in its path."""
+        """Calls a route by its name; `places` are the values in its path."""
         content = await self._ask(name, body, query, headers, places)
         try:
             return msgspec.json.decode(content or b"null", type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Fault(f"the answer of {self.url} cannot be understood: {error}") from error
+            raise Fault(f"cannot decode the answer of {self.url}: {error}") from error
 
     async def _ask(
         self,
@@ -182,7 +181,7 @@ class HubConnection:
                 await tries.after(error)
             except Refusal as error:
                 if error.code is RefusalCode.UNAUTHENTICATED:
-                    # It may be of another fleet; whoever asks next asks another one.
+                    # It may belong to another fleet, so the next request goes to another hub.
                     self.leave(url)
                 if error.code not in NOT_NOW:
                     raise
@@ -192,7 +191,7 @@ class HubConnection:
 
     @asynccontextmanager
     async def stream(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer without end; quiet for a minute it is taken for broken."""
+        """An endless answer; after a minute of silence it counts as broken."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._answer_s, sock_read=60.0)
         async with self._request("GET", path, None, None, headers, timeout) as response:
             yield response
@@ -237,18 +236,18 @@ class HubConnection:
             raise kind(f"cannot reach the hub at {url}: {why}") from error
 
     async def _check_hub(self, url: str, response: aiohttp.ClientResponse) -> None:
-        """ComfyUI has lists of jobs at the same address, in which an empty one looks like a hub's."""
+        """ComfyUI answers the same path, and its empty list of jobs looks like a hub's."""
         if _REQUEST_ID not in response.headers:
             found = await not_a_hub(self.session, url, response.status)
             if isinstance(found, WrongAddress):
                 raise found
-            # A proxy, or a hub of before, leaves the header out.
+            # A proxy or a hub of an older version may omit the header.
         self._hubs.add(url)
 
 
 class RetryState:
-    """Longer and longer pauses, with jitter, until the patience is over; then the error is raised. Of several hubs each
-    is tried before a pause."""
+    """Growing pauses with jitter until the patience is over; then the error is raised. All hubs are tried
+    before each pause."""
 
     def __init__(self, patience_s: float, hubs: int = 1) -> None:
         self._ends_at = asyncio.get_running_loop().time() + patience_s
@@ -278,11 +277,11 @@ class ServerEvent(msgspec.Struct, frozen=True):
     data: str
     event: str = "message"
     id: str = ""
-    """The last one that was told, by this event or before it."""
+    """The latest id, of this event or an earlier one."""
 
 
 class EventParser:
-    """Feed it bytes in any portions; it answers the events that are whole."""
+    """Takes bytes in any portions and returns the complete events, by the rules of the HTML standard."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -300,7 +299,7 @@ class EventParser:
             self._is_first = False
             text = text.removeprefix("\ufeff")
         if self._after_return and text:
-            # The other half of a line's end that was cut in two.
+            # The second half of a line end that was split between two portions.
             text = text.removeprefix("\n")
             self._after_return = False
         if text.endswith("\r"):
@@ -327,7 +326,7 @@ class EventParser:
             case "retry" if value.isascii() and value.isdigit():
                 self.retry_s = int(value) / 1000
             case _:
-                # A comment, or a field of another day.
+                # A comment, or a field that this version does not know.
                 pass
         return None
 

@@ -1,6 +1,6 @@
-"""Where the hub of this machine is, and the key that goes with it: for whoever names neither.
+"""Finds the hub of this machine and its key, for callers who give neither.
 
-A hub writes both into its data folder, for its user alone. What the environment or `comfyfleet.toml` names is nearer.
+A hub writes both into its data folder, for its user only. The environment and `comfyfleet.toml` come first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PREFIX = "COMFYFLEET_"
 
 
 class LocalHub(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The hub of this data folder, and the key with which its owner commands it."""
+    """The hub of this data folder, and its owner's key."""
 
     url: str
     key: str | None = None
@@ -39,23 +39,23 @@ class FoundHub(msgspec.Struct, frozen=True):
 
 
 def find_hub(environment: Mapping[str, str] | None = None) -> FoundHub:
-    """As the commands find it."""
+    """Finds the hub in the same way as the commands."""
     environment = os.environ if environment is None else environment
-    said = _said(environment)
-    data = said.get("data")
+    given = _given(environment)
+    data = given.get("data")
     local = read_hub(Path(data) if data else usual_data(environment))
-    named = said.get("hub") or ()
+    named = given.get("hub") or ()
     urls = tuple(named.replace(",", " ").split() if isinstance(named, str) else named)
     urls = urls or (DEFAULT_URL if local is None else local.url,)
     is_local = local is not None and local.url in [url.rstrip("/") for url in urls]
-    key, trust = said.get("key"), None
-    if said.get("trust"):
+    key, trust = given.get("key"), None
+    if given.get("trust"):
         trust = ssl.create_default_context()
         try:
-            trust.load_verify_locations(said["trust"])
+            trust.load_verify_locations(given["trust"])
         except (OSError, ssl.SSLError) as error:
             raise Refusal(
-                RefusalCode.INVALID_REQUEST, f"there are no certificates to read in {said['trust']}: {error}"
+                RefusalCode.INVALID_REQUEST, f"cannot read certificates from {given['trust']}: {error}"
             ) from error
     if is_local and local is not None:
         key = key or local.key
@@ -64,18 +64,18 @@ def find_hub(environment: Mapping[str, str] | None = None) -> FoundHub:
     return FoundHub(urls, key, trust)
 
 
-def _said(environment: Mapping[str, str]) -> dict[str, Any]:
+def _given(environment: Mapping[str, str]) -> dict[str, Any]:
     path = Path(environment.get(f"{_PREFIX}CONFIG") or FILE_NAME)
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if path.is_file():
         try:
-            said = tomllib.loads(path.read_text(encoding="utf-8"))
+            given = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise Refusal(RefusalCode.INVALID_REQUEST, f"{path} cannot be read: {error}") from error
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"cannot read {path}: {error}") from error
     for name in ("data", "hub", "key", "trust"):
         if value := environment.get(f"{_PREFIX}{name.upper()}"):
-            said[name] = value
-    return said
+            given[name] = value
+    return given
 
 
 def usual_data(environment: Mapping[str, str]) -> Path:
@@ -97,30 +97,30 @@ def read_hub(folder: Path) -> LocalHub | None:
     except msgspec.MsgspecError as error:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"{path} is not what was written there ({error}): remove it, and a start of the hub makes it anew",
+            f"{path} is damaged ({error}): remove it, and the hub writes it again at its next start",
         ) from error
 
 
 def read_private(path: Path) -> bytes | None:
-    """A file that others can read is refused: whoever can read it may have read the key."""
+    """Refuses a file that others can read: they may have read the key."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
                 raise Refusal(
                     RefusalCode.NOT_ALLOWED,
-                    f"{path} holds a key and can be read by others: `chmod 600 {path}`, and revoke the key if they "
-                    "may have read it",
+                    f"{path} contains a key and other users can read it: run `chmod 600 {path}`, and revoke the key "
+                    "if they may have read it",
                 )
             return file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"{path} cannot be read: {error.strerror}") from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"cannot read {path}: {error.strerror}") from error
 
 
 def exactly(certificate: str) -> ssl.SSLContext | None:
-    """The hub's own certificate and no other; whatever name it is for, this machine is meant."""
+    """Trusts only the hub's own certificate, for any host name: the hub is on this machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -1,12 +1,8 @@
-"""Fetching a file of a result, from the hub that keeps it or from where it lies, piece by piece.
+"""Uploads files to a hub and downloads files of results, in pieces.
 
-Our key does not travel there: the link is the proof. A file that broke off in the middle goes on where it was, as long
-as each try brings more of it. How other requests travel is `connection.py`'s.
-
-Bringing a file to the hub: announced with its size and SHA-256, put to its link, or in parts to theirs, confirmed.
-
-What is repeated can do no harm: an announcement that nobody follows up is forgotten by the hub, and a file that was
-received is never written over. How other requests travel is `connection.py`'s.
+A link is its own authorization, so the client's key is not sent with it. A download that breaks off continues
+as long as each try brings more. Uploads can be repeated: a hub drops announced files that never arrive and
+never overwrites a received one. `connection.py` sends all other requests.
 """
 
 from __future__ import annotations
@@ -45,9 +41,16 @@ from comfyfleet.wire.files import (
     told,
 )
 
+FileLike = str | Path | bytes
+"""The path of a file, or its content."""
+
 _PIECE = 1 << 20
 _DOWNLOAD_IDLE_S = 60.0
+_UPLOAD_IDLE_S = 120.0
 _MAX_REFUSAL = 1 << 16
+_BATCH_SIZE = 4
+_READ_BYTES_PER_S = 10e6
+"""Every hub reads its storage at least this fast."""
 
 
 async def fetch(link: HubConnection, file: OutputFile) -> bytes:
@@ -56,11 +59,11 @@ async def fetch(link: HubConnection, file: OutputFile) -> bytes:
 
 
 async def save(link: HubConnection, file: OutputFile, target: BinaryIO) -> int:
-    """To a file that is open and empty; the number of bytes."""
+    """Writes into an open, empty file and returns the number of bytes."""
     url, mark, size, is_renewed = file.url, "", 0, False
     while True:
         before = size
-        # Of another version nothing may be added to what came before.
+        # Bytes of another version must not follow those that came before.
         headers = {"range": f"bytes={size}-", "if-range": mark} if size and mark else {}
         try:
             async with _asked(link, file, url, headers) as response:
@@ -75,7 +78,7 @@ async def save(link: HubConnection, file: OutputFile, target: BinaryIO) -> int:
         except Refusal as refusal:
             if refusal.code is not RefusalCode.UNAUTHENTICATED or file.file_id is None or is_renewed:
                 raise
-            # The link has expired meanwhile; whoever may have the file gets a new one.
+            # The link has expired; the hub gives a new one to callers who may read the file.
             view = await link.ask("get_file", FileView, file_id=file.file_id)
             url, is_renewed = (None if view.link is None else view.link.url), True
         except Fault:
@@ -84,14 +87,14 @@ async def save(link: HubConnection, file: OutputFile, target: BinaryIO) -> int:
 
 
 async def save_as(link: HubConnection, file: OutputFile, path: Path) -> int:
-    """What lies at the path is replaced once all of it has come, and not before."""
+    """Replaces a file at the path only when all bytes have arrived."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with await asyncio.to_thread(partial.open, "xb") as target:
             size = await save(link, file, target)
         await asyncio.to_thread(partial.replace, path)
     except OSError as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"{path} cannot be written: {error.strerror}") from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"cannot write {path}: {error.strerror}") from error
     finally:
         await asyncio.to_thread(partial.unlink, missing_ok=True)
     return size
@@ -103,13 +106,13 @@ async def _asked(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     url = urljoin(f"{link.url}/", at or "about:nowhere")
     if urlsplit(url).scheme not in ("http", "https"):
-        raise Refusal(RefusalCode.NOT_FOUND, f"nobody has said where {file.filename!r} can be fetched")
+        raise Refusal(RefusalCode.NOT_FOUND, f"there is no address for {file.filename!r}")
     try:
         async with link.session.get(
-            # Links that a hub has signed are taken as they are.
+            # Signed links are used exactly as they are.
             URL(url, encoded=file.file_id is not None),
             headers={"accept-encoding": "identity", **headers},
-            # However large it is: it may take as long as it moves.
+            # No limit for the whole: a large file may take as long as bytes arrive.
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=_DOWNLOAD_IDLE_S, sock_read=_DOWNLOAD_IDLE_S
             ),
@@ -119,16 +122,7 @@ async def _asked(
                 raise refusal_by_link(at or "", response.status, await response.content.read(_MAX_REFUSAL))
             yield response
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        raise Fault(f"{file.filename!r} cannot be fetched from {place(url)}: {told(error)}") from error
-
-
-FileLike = str | Path | bytes
-"""The path of a file, or what is in one."""
-
-_UPLOAD_IDLE_S = 120.0
-_BATCH_SIZE = 4
-_READ_BYTES_PER_S = 10e6
-"""Slower than that no hub reads its storage."""
+        raise Fault(f"cannot fetch {file.filename!r} from {place(url)}: {told(error)}") from error
 
 
 async def upload(
@@ -148,12 +142,12 @@ async def upload(
     elif made.link is not None:
         await _put(link, made.link, lambda: _opened(source))
     else:
-        raise Fault(f"the hub at {link.url} announced {name!r} without a link to put it to")
+        raise Fault(f"the hub at {link.url} gave no link to upload {name!r} to")
     return await _completed(link, made.id, size)
 
 
 async def _completed(link: HubConnection, file_id: str, size: int) -> FileView:
-    """A storage that computes no SHA-256 is read once by the hub, which takes its time."""
+    """The hub reads a file once if its storage computes no SHA-256, which takes time."""
     tries = RetryState(link.patience_s + size / _READ_BYTES_PER_S)
     while True:
         try:
@@ -165,7 +159,7 @@ async def _completed(link: HubConnection, file_id: str, size: int) -> FileView:
 
 
 async def _put_parts(link: HubConnection, file_id: str, source: FileLike, parts: Sequence[FilePart]) -> None:
-    """A few at a time, each with a link of its own. The first that fails ends the others."""
+    """Sends a few parts at a time. The first failure ends the others."""
     free = asyncio.Semaphore(_BATCH_SIZE)
 
     async def one(part: FilePart) -> None:
@@ -184,7 +178,7 @@ async def _put_part(link: HubConnection, file_id: str, source: FileLike, part: F
     digest = await asyncio.to_thread(_part_digest, source, part)
     tries = RetryState(link.patience_s)
     while True:
-        # Asked for anew each time: a link may expire while others are under way.
+        # A link may expire while other parts are sent, so each try asks for a new one.
         body = PartsBody((PartBody(part.number, digest),))
         (grant,) = (await link.ask("part_links", PartGrants, body=body, file_id=file_id)).links
         error = await _sent(link, grant, lambda: _opened(source), part)
@@ -201,7 +195,7 @@ async def _put(link: HubConnection, grant: FileGrant, opened: Callable[[], Binar
     while (error := await _sent(link, grant, opened)) is not None:
         if isinstance(error, Refusal):
             if error.code is RefusalCode.WRONG_PHASE:
-                # It was received before and the answer was lost; whether it is whole is asked next.
+                # The hub has received it, and its answer was lost. The next call checks the content.
                 return
             if error.code not in NOT_NOW:
                 raise error
@@ -211,11 +205,11 @@ async def _put(link: HubConnection, grant: FileGrant, opened: Callable[[], Binar
 async def _sent(
     link: HubConnection, grant: FileGrant, opened: Callable[[], BinaryIO], part: FilePart | None = None
 ) -> Exception | None:
-    """What was said against it; None: it is there."""
+    """Returns the error, or None on success."""
     url = resolved(link.url, grant.url)
     with await asyncio.to_thread(opened) as content:
         try:
-            # The link is the proof: our key does not travel with it.
+            # The link authorizes the request, so the key is not sent.
             async with link.session.put(
                 URL(url, encoded=True),
                 data=content if part is None else _read(content, part),
@@ -232,7 +226,7 @@ async def _sent(
                     return None
                 return refusal_by_link(grant.url, response.status, await response.read())
         except (TimeoutError, aiohttp.ClientError, OSError) as broken:
-            return Fault(f"{place(url)} did not take a file: {told(broken)}")
+            return Fault(f"{place(url)} did not accept a file: {told(broken)}")
 
 
 async def _read(content: BinaryIO, part: FilePart) -> AsyncIterator[bytes]:
@@ -258,4 +252,4 @@ def _measure(source: FileLike) -> tuple[int, str]:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
             return content.tell(), digest
     except OSError as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"{source} cannot be read: {error.strerror}") from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"cannot read {source}: {error.strerror}") from error

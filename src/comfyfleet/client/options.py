@@ -1,4 +1,4 @@
-"""What a caller may say with a job, and what it hears of one: the wire's bodies under the names of Python programs."""
+"""The options of a submission and the updates of a job: wire bodies under Python names."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from comfyfleet.wire.bodies import (
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
 WorkflowLike = Mapping[str, Any] | str | Path
-"""A graph in ComfyUI's API format, or as the editor saves it; or the path of a JSON file, or of a picture, with one."""
+"""A graph in API or editor format, or the path of a JSON file or picture that contains one."""
 
 
 class SubmitOptions(TypedDict, total=False):
-    """Beside the workflow; docs/protocol.md says what each means."""
+    """docs/protocol.md describes each option."""
 
     service: str | None
     provider: str | None
@@ -54,7 +54,7 @@ class SubmitOptions(TypedDict, total=False):
 
 
 class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One piece of news of a job: a change of its state, which has a number, or progress, which has none."""
+    """A change of a job's state, which has a number, or its progress, which has none."""
 
     kind: str
     """queued, leased, completed, …, or progress, preview, output."""
@@ -68,7 +68,7 @@ class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str | None = None
     worker_id: str | None = None
     blocked_s: float | None = None
-    """Of `retrying`: how long the worker that it failed on does not get it."""
+    """For `retrying`: how long the worker on which it failed does not get it again."""
     lease: int | None = None
     started_at: float | None = None
     updated_at: float | None = None
@@ -76,11 +76,11 @@ class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     result: JobResult | None = None
     error: Failure | None = None
     data: dict[str, Any] = {}
-    """Everything the hub told, as it told it."""
+    """Everything that the hub sent, unchanged."""
 
     @property
     def is_end(self) -> bool:
-        """The end of a round. A job that was retried since then has more to tell."""
+        """The end of a round. A retried job has more updates."""
         return self.kind in FINAL
 
 
@@ -92,7 +92,7 @@ def read_workflow(workflow: WorkflowLike) -> dict[str, Any]:
         with path.open("rb") as file:
             return read_workflow_file(file, str(path))
     except OSError as error:
-        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} cannot be read: {error.strerror}") from error
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"cannot read {path}: {error.strerror}") from error
 
 
 def submission(workflow: WorkflowLike, options: SubmitOptions) -> SubmitBody:
@@ -101,25 +101,26 @@ def submission(workflow: WorkflowLike, options: SubmitOptions) -> SubmitBody:
     try:
         given["inputs"] = msgspec.convert(list(options.get("inputs", ())), tuple[InputBody, ...])
     except msgspec.ValidationError as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"the inputs are not what is expected: {error}") from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the inputs are not valid: {error}") from error
     return SubmitBody({"workflow": read_workflow(workflow)}, **given)
 
 
 def attached_to(target: str, file_id: str) -> InputBody:
-    """`10.image`: the input of that name of node 10."""
+    """`10.image` means the input `image` of node 10."""
     node, dot, name = target.partition(".")
     if not (node and dot and name):
         raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"{target!r} is no input of a node: write it like '10.image'"
+            RefusalCode.INVALID_REQUEST,
+            f"{target!r} does not name an input of a node: write it like '10.image'",
         )
     return InputBody(node, name, file_id)
 
 
 def update_of(kind: str, data: str) -> JobUpdate:
-    """Of an event in a stream. What this version does not know stands in `data` alone."""
-    told = msgspec.json.decode(data.encode())
-    members: dict[str, Any] = told if isinstance(told, dict) else {"message": told}
-    # A change of state tells its particulars one level below.
+    """For an event of a stream. Fields that this version does not know are only in `data`."""
+    sent = msgspec.json.decode(data.encode())
+    members: dict[str, Any] = sent if isinstance(sent, dict) else {"message": sent}
+    # A change of state has its details one level below.
     inner = members.get("data")
     every = {**(inner if isinstance(inner, dict) else {}), **members}
     known: dict[str, Any] = {}

@@ -1,7 +1,4 @@
-"""The client for scripts without an event loop: the same methods, each call waits for its answer.
-
-The client itself runs on a loop in a thread of its own.
-"""
+"""The client for scripts without an event loop: its methods block, and its loop runs in a thread."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ T = TypeVar("T")
 def _blocking(
     method: Callable[Concatenate[FleetClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[SyncFleetClient, P], T]:
-    """The client's method with its signature and its words, for callers who can wait."""
+    """The client's method with its signature and docstring, blocking."""
 
     @functools.wraps(method)
     def call(self: SyncFleetClient, /, *args: P.args, **options: P.kwargs) -> T:
@@ -35,7 +32,7 @@ def _blocking(
 
 
 class SyncFleetClient:
-    """A `FleetClient` whose methods block. Takes the same arguments; `close()`, or the end of a `with`, ends it."""
+    """A `FleetClient` whose methods block. `close()`, or the end of a `with`, ends its thread."""
 
     __signature__ = inspect.signature(FleetClient)
 
@@ -68,7 +65,7 @@ class SyncFleetClient:
 
     async def _end(self) -> None:
         await self.client.close()
-        # Other threads may wait for an answer; none may wait for ever.
+        # Calls of other threads must not wait for ever.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

@@ -1,4 +1,4 @@
-"""For receivers of webhooks: whether a delivery comes from the hub, and what it says. Needs no hub to be there."""
+"""For receivers of webhooks: checks that a delivery comes from the hub, and reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comfyfleet.wire.webhooks import ID_HEADER, SIGNATURE_HEADER, TIME_HEADER, i
 
 
 class WebhookEvent(msgspec.Struct, frozen=True):
-    """What a delivery says. `id` stays the same when it is sent again: what was seen before can be dropped."""
+    """The content of a delivery. `id` stays the same when it is sent again, so receivers can drop repeats."""
 
     type: str
     """`job.completed`, `job.failed`, `job.cancelled`, …"""
@@ -30,10 +30,10 @@ def verify_webhook(
     tolerance_s: float = 300.0,
     now: float | None = None,
 ) -> WebhookEvent:
-    """What the delivery says, if one of the secrets signed exactly this body, and not longer ago than `tolerance_s`.
+    """Returns the event if one of the secrets signed exactly this body at most `tolerance_s` ago.
 
-    `body` is the request's as it was received, before anybody parsed it. Raises `Refusal` for everything else: answer
-    such a request with 400 or 401, and do nothing. `ValueError` is for the receiver itself: that is no secret.
+    `body` is the request's body as it was received, before parsing. Raises `Refusal` for any other request:
+    answer it with 400 or 401. Raises `ValueError` if the receiver's secret is not a valid one.
     """
     content = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
     given = {name.lower(): value for name, value in headers.items()}
@@ -58,4 +58,4 @@ def verify_webhook(
 
 
 def _refused(why: str) -> Refusal:
-    return Refusal(RefusalCode.UNAUTHENTICATED, f"the webhook is not to be believed: {why}")
+    return Refusal(RefusalCode.UNAUTHENTICATED, f"the webhook cannot be trusted: {why}")

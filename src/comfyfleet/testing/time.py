@@ -1,4 +1,4 @@
-"""Time wound by hand and chance from a seed: a day of the fleet replays exactly, and nothing sleeps."""
+"""A manual clock and seeded randomness: a day of the fleet replays exactly, and nothing sleeps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ManualClock:
         return self._now
 
     def set_by(self, seconds: float) -> None:
-        """Somebody sets the clock. No time passes."""
+        """Sets the clock to another time. No time passes."""
         self._set_by += seconds
 
     def call_at(self, when: float, callback: Callable[[], None]) -> ManualTimer:
@@ -47,7 +47,7 @@ class ManualClock:
         return timer
 
     async def advance(self, seconds: float) -> None:
-        """Moves on, stopping at every timer on the way so that what it starts can run to its next wait."""
+        """Moves on and stops at every timer, so that its tasks can run to their next wait."""
         until = self._now + seconds
         await self.settle()
         while self._timers and self._timers[0][0] <= until:
@@ -61,7 +61,7 @@ class ManualClock:
 
     @staticmethod
     async def settle() -> None:
-        """Lets every task that can run do so, until all of them wait."""
+        """Lets every runnable task run until all of them wait."""
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -74,7 +74,7 @@ class SeededRandom:
 
     def job_id(self, now: float) -> JobId:
         self._jobs += 1
-        # The time as in a version 7 UUID: lists that begin or end at a time compare with it.
+        # The time as in a version 7 UUID, so that ids can be compared with times.
         milliseconds = f"{int(now * 1000):012x}"
         return JobId(f"{milliseconds[:8]}-{milliseconds[8:]}-{self._jobs:08d}-{self._seed}")
 

@@ -1,14 +1,15 @@
-"""What every store keeps to, as tests: inherit `StoreContract`, say how to make a store, and pytest does the rest.
+"""The store contract as tests: inherit `StoreContract` and provide a fixture that makes a store.
 
-A store of your own passes the same tests as those of the package, random days beside the memory store included. Needs
-pytest, pytest-asyncio and hypothesis (`pip install 'comfyfleet[contract]'`); nothing else in the package imports this.
+Your own store passes the same tests as the package's stores, including random days beside the memory store.
+It needs pytest, pytest-asyncio and hypothesis (`pip install 'comfyfleet[contract]'`); the package never
+imports it.
 """
 
 from __future__ import annotations
 
 import pytest
 
-# Its modules are imported after it: a broken rule is then told with the values it was broken by, not as a bare line.
+# Registered before the modules are imported, so that pytest shows the values of a failed assertion.
 _MODULES = (
     "differential",
     "documents",

@@ -1,6 +1,7 @@
-"""The same random day on the memory store and on another: every answer, and in the end everything, must be equal.
+"""Plays the same random day on the memory store and on another store: all answers and the final state must be
+equal.
 
-Time, ids and tokens are passed in, so two stores fed alike have no excuse to differ.
+Time, ids and tokens are arguments, so the two stores have no reason to differ.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ steps = st.one_of(
 
 
 class RandomDay:
-    """One store's day: what it is asked is decided by its own answers, which are those of the other."""
+    """One store's day. Its own answers decide its next steps, so they must equal those of the other store."""
 
     def __init__(self, make_store: MakeStore) -> None:
         self.bench = StoreBench(make_store)
@@ -243,7 +244,7 @@ class RandomDay:
                 delta = WorkflowStatsDelta(workflow_hash, tenant=tenant(name), memory_gb=gb, most_tenants=2)
                 return await store.learn(delta)
             case ("worker", is_paused, seconds):
-                # Of none that is leased to: a record says which profile it has.
+                # Only of workers without a lease: a record names its profile.
                 idle = WorkerRecord(WorkerId("idle"), Capabilities((Service("comfyui"),)), FAST, 1, 1.0, 1.0)
                 known = await store.get_worker(idle.worker_id)
                 if known is None:
@@ -309,15 +310,15 @@ async def play(make_store: MakeStore, day: list[tuple[Any, ...]]) -> None:
 
 class DifferentialContract:
     shortest_day = 60
-    """A day of fewer steps seldom gets to where two stores differ."""
+    """Shorter days seldom reach a state in which two stores differ."""
     longest_day = 100
 
     @settings(
-        # A day is long: of each hundred examples that the profile asks for, sixty.
+        # A day is long: sixty of each hundred examples that the profile asks for.
         max_examples=max(1, settings().max_examples * 60 // 100),
         deadline=None,
         suppress_health_check=[
-            # Every example makes its own stores, and every store's test class plays the days of this one.
+            # Every example makes its own stores, and every store's test class plays these days.
             HealthCheck.function_scoped_fixture,
             HealthCheck.differing_executors,
             HealthCheck.too_slow,

@@ -1,4 +1,4 @@
-"""What every cabinet keeps to, a store's and a tenant database's: small documents compared and set, listed, bounded."""
+"""The contract of document stores, a store's or a tenant database's: compare and set, list, bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def _names(
 
 
 class DocumentStoreContract:
-    """An empty `documents` is given by whoever is held to this; unless it says, its store's."""
+    """Override the fixture `documents` with an empty document store; the default is the store's own."""
 
     @pytest.fixture
     def documents(self, bench: StoreBench) -> DocumentStore:

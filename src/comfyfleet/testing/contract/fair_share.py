@@ -1,4 +1,4 @@
-"""The part of the contract of stores that is about tenants: their terms, their caps, and the time they are charged."""
+"""The store contract for tenants: their terms, their caps, and the time they are charged."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class FairShareContract:
         assert await self._times(bench, BOB) == (60.0, 0.0)
 
     async def test_leases_follow_the_charges_at_once(self, bench: StoreBench) -> None:
-        """Also where one step finishes a job and takes the next, and where the tenant has many lanes."""
+        """Also if one step finishes a job and leases the next, and if the tenant has many lanes."""
         await bench.store.shares.put_terms(TenantTerms(BOB, weight=3.0))
         for number in range(8):
             await bench.enqueue(tenant=ANN, workflow_hash=f"hash-{number}")
@@ -126,7 +126,7 @@ class FairShareContract:
         assert await self._times(bench, ANN) == (25.0, 0.0)
         assert await self._times(bench, BOB) == (14.0, 0.0)
 
-    # who begins
+    # new tenants
 
     async def test_a_tenant_that_begins_to_wait_starts_with_the_least_served_that_runs(
         self, bench: StoreBench
@@ -137,7 +137,7 @@ class FairShareContract:
         await self._lease(bench, BOB, charge_s=5.0)
         await bench.enqueue(tenant=EVE)
         assert await self._times(bench, EVE) == (50.0, 0.0)
-        # It waits already: what the others are charged meanwhile is its gain.
+        # It already waits, so the time that others are charged meanwhile is its gain.
         await self._lease(bench, ANN, charge_s=50.0)
         await bench.enqueue(tenant=EVE)
         assert await self._times(bench, EVE) == (50.0, 0.0)
@@ -255,7 +255,7 @@ class FairShareContract:
         ref = await self._lease(bench, ANN, charge_s=1.0)
         waiting = await bench.enqueue(tenant=ANN)
         await self._lease(bench, BOB, charge_s=70.0)
-        # While there is anybody else, nobody is measured by one that is kept out.
+        # While another tenant waits, nobody is compared with one that is kept out.
         await bench.enqueue(tenant=EVE)
         assert await self._times(bench, EVE) == (71.0, 0.0)
         await bench.store.write(completion(ref))
@@ -339,7 +339,7 @@ class FairShareContract:
     async def _leases(
         bench: StoreBench, count: int = 10, worker: object = A, profile: object = FAST, charge_s: float = 10.0
     ) -> list[TenantId]:
-        """Whose jobs are leased one after the other, as far as any are."""
+        """The tenants whose jobs are leased, in order, until none is left."""
         tenants = []
         for _ in range(count):
             offer = bench.offer(worker, profile)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""The part of the contract that needs a medium that can be full: a write that fails leaves everything as it was.
+"""The store contract for media that can be full: a failed write leaves everything as it was.
 
-A store that is gone with its process has no such medium, so this is a class of its own. Whoever inherits it says how a
-store is made and how its medium is made to refuse (`no_room`).
+It is a separate class because the memory store has no such medium. Subclasses provide a store and `no_room`,
+which makes its medium refuse writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from comfyfleet.testing.contract.store_bench import (
 )
 
 NoRoom = Callable[[Store], AbstractAsyncContextManager[None]]
-"""Inside, whatever the store writes is refused by what it writes to: a full disk, a server out of memory."""
+"""Inside it the store's medium refuses every write: a full disk, a server out of memory."""
 
 Step = Callable[[], Awaitable[object]]
 
@@ -45,7 +45,7 @@ WORKER = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
 
 
 async def steps_of(bench: StoreBench) -> dict[str, Step]:
-    """Every call that writes, each of them ready to succeed."""
+    """Every writing call, each prepared to succeed."""
     store = bench.store
     await store.put_worker(WORKER)
     assert await store.documents.put("keys", "known", b"1", version=0)
@@ -117,7 +117,7 @@ class FullDiskContract(UsesBench):
         self, bench: StoreBench, no_room: NoRoom
     ) -> None:
         steps = await steps_of(bench)
-        # It makes room: a store may let it through.
+        # A purge frees space, so a store may allow it.
         del steps["purge"]
         before = await _state(bench)
         for name, step in steps.items():
@@ -149,7 +149,7 @@ class FullDiskContract(UsesBench):
 
 
 async def _state(bench: StoreBench) -> dict[str, Any]:
-    """Without the polls of leases that were refused, which nobody holds."""
+    """Without the polls of refused leases, which nobody holds."""
     state = await bench.state()
     state["polls"] = [found for found in state["polls"] if found is not None]
     state["lesson"] = await bench.store.get_workflow_stats(HASH)

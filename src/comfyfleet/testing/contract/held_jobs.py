@@ -1,4 +1,4 @@
-"""The part of the contract of stores that is about jobs that wait for others: held, awaited, let go under a guard."""
+"""The store contract for jobs that wait for others: held, awaited, and released under a guard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the contract that is about moving: a job is let go under a guard, and taken in whole."""
+"""The store contract for transfers: a job is removed under a guard and imported whole."""
 
 from __future__ import annotations
 

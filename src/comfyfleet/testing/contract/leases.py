@@ -1,4 +1,4 @@
-"""The half of the contract of stores that is about the table, the choice, leases and what falls due."""
+"""The store contract for the eligibility matrix, the choice of jobs, leases and due times."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RAISED = RequirementClass(Requirements(models=("other",)))
 
 
 class LeaseContract:
-    # the table
+    # eligibility matrix
 
     async def test_a_class_or_profile_that_saw_an_old_version_of_the_table_is_refused(
         self, bench: StoreBench
@@ -112,7 +112,7 @@ class LeaseContract:
     async def test_a_lease_by_name_is_refused_to_a_profile_that_may_not_take_the_class(
         self, bench: StoreBench
     ) -> None:
-        """The job may have moved to another class since it was seen."""
+        """The job may have moved to another class since it was read."""
         picky = await bench.enqueue(FOR_FAST)
         offer = bench.offer(B, SLOW)
         before = await bench.state()
@@ -312,7 +312,7 @@ class LeaseContract:
         assert finished is not None
         assert taken is None
 
-    # heartbeats and what falls due
+    # heartbeats and due times
 
     async def test_a_heartbeat_extends_and_never_shortens(self, bench: StoreBench) -> None:
         _, ref = await bench.leased()
@@ -377,7 +377,7 @@ class LeaseContract:
     async def test_what_is_due_comes_in_pages_each_of_which_begins_behind_the_last(
         self, bench: StoreBench
     ) -> None:
-        """Several fall due at one time, and none of them is written meanwhile."""
+        """Several are due at the same time, and none is written meanwhile."""
         now = bench.clock.now()
         due = [await bench.enqueue(wake_at=now + at) for at in (3, 1, 1, 1, 2, 1, 1)]
         leased, _ = await bench.leased(wake_at=now + 0.5)
@@ -390,7 +390,7 @@ class LeaseContract:
                 assert len(page) <= size
                 found += page
             assert found == in_order
-        # What a page ended with may have been written since.
+        # The last job of a page may have been written since.
         assert await bench.change(in_order[1], Change(wake_at=None)) is not None
         assert await bench.store.due(10, in_order[1]) == in_order[2:]
 
@@ -412,7 +412,7 @@ class LeaseContract:
     async def test_a_worker_is_leased_to_under_the_profile_it_has_and_no_other(
         self, bench: StoreBench
     ) -> None:
-        """Whoever matched it may not have heard that it registered anew."""
+        """The engine that matched it may not know yet that it registered again."""
         store, job = bench.store, await bench.enqueue()
         await store.put_worker(_worker(SLOW))
         assert await store.lease(job.job_id, bench.offer(A, FAST)) is None

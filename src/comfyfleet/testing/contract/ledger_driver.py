@@ -1,4 +1,4 @@
-"""Plays the part of engine and policy for a tenant database: makes the holds, settlements and postings it keeps."""
+"""Drives a tenant database like engine and policy do: makes holds, settlements and postings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the contract of stores that is about two who want the same job, and about jobs that come back."""
+"""The store contract for two writers of the same job, and for jobs that return to the queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comfyfleet.testing.contract.store_bench import A, B, StoreBench, completion
 
 
 class RaceContract:
-    # who is first
+    # races
 
     async def test_of_two_jobs_under_one_reference_in_one_turn_one_is_taken_in(
         self, bench: StoreBench
@@ -66,7 +66,7 @@ class RaceContract:
     async def test_a_lease_that_has_run_out_is_good_until_somebody_writes_its_end(
         self, bench: StoreBench
     ) -> None:
-        """Time alone changes nothing: whoever writes first, the worker or the engine that noticed, has won."""
+        """Time alone changes nothing: the first writer wins, the worker or the engine that noticed."""
         _, ref = await bench.leased()
         await bench.clock.advance(1000)
         (expired,) = await bench.store.due(10)
@@ -76,7 +76,7 @@ class RaceContract:
         assert await bench.change(expired, end.change, attempt_end=end.attempt_end) is None
         assert await bench.store.write(completion(ref)) is not None
 
-    # coming back
+    # returning jobs
 
     @pytest.mark.parametrize("delay", [None, 5.0])
     async def test_a_job_that_is_tried_again_returns_to_its_own_place(

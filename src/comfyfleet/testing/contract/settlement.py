@@ -1,6 +1,6 @@
-"""The part of the contract of stores that is about dispatches whose records lie apart.
+"""The store contract for dispatches whose records are in a tenant database.
 
-An end that nobody has settled is found and kept, a repeated enqueue changes nothing, and many are looked up at once.
+An end without a settlement is found and kept, a repeated enqueue changes nothing, and many are read at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def settle(bench: StoreBench, dispatch: Dispatch) -> Dispatch:
 
 
 class SettlementContract:
-    # ends that are to be settled
+    # ends without a settlement
 
     async def test_whatever_ends_apart_is_listed_by_id_and_nothing_else_is(self, bench: StoreBench) -> None:
         await ended(bench)
@@ -111,7 +111,7 @@ class SettlementContract:
             assert await bench.store.unsettled(10) == [again.dispatch]
             await settle(bench, again.dispatch)
 
-    # what is kept, and for how long
+    # retention
 
     async def test_an_unsettled_end_is_not_purged_and_holds_up_nobody(self, bench: StoreBench) -> None:
         for write, phase in ((completion, Phase.COMPLETED), (failure, Phase.FAILED)):
@@ -155,7 +155,7 @@ class SettlementContract:
         assert await bench.store.purge(Phase.COMPLETED, bench.clock.now(), 5) == 5
         assert await bench.store.purge(Phase.COMPLETED, bench.clock.now(), 5) == 1
 
-    # enqueued again
+    # repeated enqueue
 
     async def test_an_enqueue_that_is_repeated_answers_what_is_there_and_changes_nothing(
         self, bench: StoreBench
@@ -204,7 +204,7 @@ class SettlementContract:
         assert await bench.store.purge(Phase.CANCELLED, bench.clock.now(), 10) == 1
         assert await bench.store.counts() == counts
 
-    # many at once
+    # batches
 
     async def test_many_are_looked_up_in_the_order_they_are_asked_for(self, bench: StoreBench) -> None:
         waiting, over = await bench.enqueue(), await ended(bench, has_tenant_database=True)

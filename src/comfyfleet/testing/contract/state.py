@@ -1,4 +1,4 @@
-"""The half of the contract of stores that is about what is kept: facts, attempts, records, workers, blocks, lessons."""
+"""The store contract for facts, attempts, counts, records, workers, blocks and workflow statistics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANN, BOB = tenant("ann"), tenant("bob")
 
 class StateContract:
     keeps_digests = True
-    """Whether a dispatch keeps the digest of its payload. A store that encrypts payloads keeps none."""
+    """Whether a dispatch stores the digest of its payload. Stores that encrypt payloads do not."""
 
     # facts, attempts, counts
 
@@ -333,7 +333,7 @@ class StateContract:
         )
         assert await bench.store.records.get(dispatch.job_id) == expected
 
-    # workers, blocks, lessons
+    # workers, blocks, workflow statistics
 
     async def test_a_worker_is_kept_replaced_and_removed_with_its_blocks(self, bench: StoreBench) -> None:
         worker = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
@@ -382,7 +382,7 @@ class StateContract:
         assert await bench.lease_next(A) is None
 
     async def test_a_tenants_block_leaves_out_its_own_jobs_and_nobody_elses(self, bench: StoreBench) -> None:
-        # In front of all others, so that a look must step over it.
+        # Ahead of all others, so that a lease must skip it.
         blocked = await bench.enqueue(tenant=ANN, priority=1)
         of_bob = await bench.enqueue(tenant=BOB)
         of_ann = await bench.enqueue(tenant=ANN, workflow_hash=WorkflowHash("other"))
@@ -408,7 +408,7 @@ class StateContract:
         of_bob = await bench.enqueue(tenant=BOB)
         target = tenant_target(HASH, ANN)
         await bench.store.put_block(Block(EVERY_WORKER, target, BlockReason.OPERATOR, 1, 1e12))
-        # A worker's own block must not hide it, nor the other way round.
+        # A worker's own block must not hide it, and the reverse.
         await bench.store.put_block(Block(B, tenant_target(HASH, BOB), BlockReason.FAILURES, 1, 1e12))
         assert await bench.peek(A) == [of_bob.job_id]
         assert await bench.peek(B) == []

@@ -1,4 +1,4 @@
-"""The part of the contract of stores that is about what is counted and learned: added to, never written over."""
+"""The store contract for counts and workflow statistics: increments, never overwrites."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StatisticsContract:
     async def test_totals_are_added_to_and_undo_nothing_that_is_written_meanwhile(
         self, bench: StoreBench
     ) -> None:
-        """By whoever read the record before."""
+        """By a writer that read the record earlier."""
         worker = WorkerRecord(
             A, Capabilities((Service("comfyui"),)), FAST, 1, 1.0, 5.0, completed=3, busy_s=0.1
         )

@@ -1,4 +1,4 @@
-"""What every store keeps to. A store's own test module says how to make one, and nothing else."""
+"""The whole store contract. A store's test module only provides the fixture that makes the store."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class StoreContract(
     DifferentialContract,
     UsesBench,
 ):
-    """Needs one fixture, `make_store`: an empty store under the clock it is given, not yet opened."""
+    """Needs one fixture, `make_store`: an empty store with the given clock, not yet opened."""

@@ -1,4 +1,4 @@
-"""A store with time wound by hand, one class that fits one profile, and short words for what tests do with it."""
+"""A store with a manual clock, one class that fits one profile, and short methods for tests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StoreBench:
         return written.dispatch
 
     def job(self, dispatch: Dispatch, reference: str | None = None) -> Job:
-        """The record that such a dispatch comes with."""
+        """The record that belongs to the dispatch."""
         return Job(
             dispatch.job_id,
             dispatch.tenant,
@@ -136,7 +136,7 @@ class StoreBench:
         )
 
     async def state(self) -> dict[str, Any]:
-        """Everything that can be asked of the store."""
+        """Everything that the store can be asked for."""
         store = self.store
         table = await store.table()
         return {

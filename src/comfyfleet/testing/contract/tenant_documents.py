@@ -1,4 +1,4 @@
-"""The part of the contract of tenants' databases that is about small documents, each tenant's own."""
+"""The contract of tenant databases for small documents, separate for each tenant."""
 
 from __future__ import annotations
 

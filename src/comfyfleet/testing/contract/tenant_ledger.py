@@ -1,5 +1,4 @@
-"""The part of the contract of tenants' databases that is about what is read afterwards: runs, receipts, grants, books,
-and what is forgotten in time while the book stays."""
+"""The contract of tenant databases for reading (runs, receipts, grants, ledgers) and for retention."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ class TenantLedgerContract:
         assert await asked(None, since=1e9) == []
         assert (await asked(ACME, since=86_400.0, until=90_000.0))[0].gpu_milliseconds == 2_000
 
-    # forgetting
+    # retention
 
     async def test_old_jobs_are_forgotten_with_their_references_and_the_book_stays(
         self, driver: LedgerDriver
@@ -123,7 +122,7 @@ class TenantLedgerContract:
         await driver.end(opening.hold, Phase.COMPLETED, 4)
         failed, still_open = await driver.submit(10), await driver.submit(10)
         await driver.end(failed, Phase.FAILED)
-        # Rounds of a teller end at 3.
+        # The rounds of a driver end at 3.
         assert await database.ended_jobs(Phase.COMPLETED, 3.0, 9) == []
         assert await database.ended_jobs(Phase.COMPLETED, 3.1, 9) == [job_id]
         assert await database.ended_jobs(Phase.FAILED, 3.1, 9) == [failed.hold_id.job_id]
@@ -154,7 +153,7 @@ class TenantLedgerContract:
         (last,) = await driver.database.ended_jobs(Phase.CANCELLED, 9.0, 2)
         assert last not in first
 
-    # the book
+    # ledger
 
     async def test_a_correction_never_takes_what_is_held(self, driver: LedgerDriver) -> None:
         await driver.grant(100)

@@ -1,6 +1,6 @@
-"""What every tenant database keeps to, as tests for any: subclass `TenantDatabaseContract` and give it `connect`.
+"""The contract of tenant databases as tests: subclass `TenantDatabaseContract` and give it `connect`.
 
-A `LedgerDriver` (`ledger_driver.py`) plays the part of engine and policy.
+`LedgerDriver` (`ledger_driver.py`) stands in for engine and policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from comfyfleet.testing.contract.tenant_documents import TenantDocumentsContract
 from comfyfleet.testing.contract.tenant_ledger import TenantLedgerContract
 
 Connect = Callable[[], TenantDatabase]
-"""Each call is another process' view of the same database, which was empty at the beginning and is not yet opened."""
+"""Each call is another process's view of the same database, empty at first and not yet opened."""
 
 
 class TenantDatabaseContract(TenantLedgerContract, TenantDocumentsContract):
@@ -34,7 +34,7 @@ class TenantDatabaseContract(TenantLedgerContract, TenantDocumentsContract):
         driver = LedgerDriver(database)
         yield driver
         await driver.check(ACME, BORG)
-        # Another by now, perhaps: a test may have opened it anew.
+        # The test may have opened another one meanwhile.
         await driver.database.close()
 
     # S1

@@ -1,7 +1,7 @@
-"""A fake ComfyUI server, faithful on the wire and free of torch.
+"""A fake ComfyUI server that behaves like a real one on the wire and needs no torch.
 
-`FakeComfyUI` speaks ComfyUI's HTTP and websocket, simulates a card with models and memory, draws real small pictures
-and can be made to fail in every way a real server fails. It needs Pillow: `pip install 'comfyfleet[fake]'`.
+`FakeComfyUI` speaks ComfyUI's HTTP and WebSocket, simulates a GPU with models and memory, draws small real
+pictures and can fail in every way a real server fails. It needs Pillow: `pip install 'comfyfleet[fake]'`.
 """
 
 from comfyfleet.testing.fake_comfyui.catalogue import InputSpec, NodeClass, node_class_from_object_info

@@ -1,7 +1,7 @@
 """What the node classes do when they run.
 
-One short function per behaviour, found by name in a table. They compute stand-in values, take simulated time and
-write real small files; order, caching and messages are left to `execution`.
+One short function per behaviour, found by name in a table. They compute stand-in values, take simulated time
+and write real small files; order, caching and messages are left to `execution`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Behaviour = Callable[[NodeCall], Awaitable[NodeResult]]
 
 
 async def generic(call: NodeCall) -> NodeResult:
-    """A class known only by its declaration: takes its time and passes on what fits."""
+    """A class known only by its declaration: takes its time and passes on values of the right type."""
     if call.node_class.uses_gpu:
         await bring_in(call, *call.inputs.values())
     await call.work(call.node_class.cost_s)
@@ -278,7 +278,7 @@ def save_pictures(
 
 
 def find_model(call: NodeCall, folder: str, name: str) -> FakeModel:
-    """The model file of a loader; it may have gone, or be broken, since the prompt was accepted."""
+    """A loader's model file. It may be gone or broken since the prompt was accepted."""
     size_gb = call.machine.models().get(folder, {}).get(name)
     if size_gb is None:
         raise NodeError("FileNotFoundError", f"Model in folder '{folder}' with filename '{name}' not found.")
@@ -291,7 +291,7 @@ def find_model(call: NodeCall, folder: str, name: str) -> FakeModel:
 
 
 async def bring_in(call: NodeCall, *values: Any, megapixels: float = 0.0) -> None:
-    """Have the models among these values on the card, with working memory, and wait while they load."""
+    """Loads the models among these values onto the card, with working memory, and waits for it."""
     settings = call.machine.settings
     models = [value for value in values if isinstance(value, FakeModel)]
     loaded_gb = call.machine.gpu.bring_in(models, megapixels * settings.working_gb_per_megapixel)

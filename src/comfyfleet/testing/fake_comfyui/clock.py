@@ -1,7 +1,7 @@
-"""The fake server's time: how long a simulated second lasts.
+"""The fake server's time.
 
-Owns `ScaledClock` (simulated seconds pass in scaled wall-clock time) and `HandClock` (time passes only when a test
-says so). Everything that takes simulated time asks a clock; nothing else in this package sleeps for effect.
+In `ScaledClock` simulated seconds pass in scaled wall-clock time; in `HandClock` time passes only when a test
+says so. Everything that takes simulated time uses a clock.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _SETTLE_TURNS = 40
 
 
 class FakeClock(Protocol):
-    """What the fake needs of time."""
+    """The clock of a fake server."""
 
     def now(self) -> float:
         """Seconds; only differences mean anything."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Wait for so many simulated seconds."""
+        """Waits for this many simulated seconds."""
         ...
 
 
@@ -42,7 +42,7 @@ class ScaledClock:
 
 
 class HandClock:
-    """Time that stands still until a test moves it: a run then takes the same course on any machine."""
+    """Time stands still until a test moves it, so a run takes the same course on any machine."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -61,7 +61,7 @@ class HandClock:
         await waker
 
     async def advance_to(self, moment: float) -> None:
-        """Move time forward, waking sleepers one after the other and letting each run as far as it can."""
+        """Moves time forward and wakes sleepers one by one; each runs as far as it can."""
         await self._settle()
         while self._sleepers and self._sleepers[0][0] <= moment:
             wake_at, _, waker = heapq.heappop(self._sleepers)
@@ -72,7 +72,7 @@ class HandClock:
         self._now = max(self._now, moment)
 
     def next_wake(self) -> float | None:
-        """When the next sleeper is due, or None when nobody sleeps."""
+        """When the next sleeper is due. None: nobody sleeps."""
         while self._sleepers and self._sleepers[0][2].done():
             heapq.heappop(self._sleepers)
         return self._sleepers[0][0] if self._sleepers else None

@@ -1,4 +1,4 @@
-"""Running a fake server until it is told to stop: what the command line calls."""
+"""Runs a fake server until it is stopped, for the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def serve(
     faults: Faults | None = None,
     on_ready: Callable[[FakeComfyUI], None] | None = None,
 ) -> None:
-    """Serve until cancelled. `on_ready` is called once, when the server answers; with port 0 it learns the port."""
+    """Serves until cancelled. Calls `on_ready` once, when the server answers, with its port."""
     server = FakeComfyUI(settings, faults=faults)
     try:
         await server.start(host, port)

@@ -1,6 +1,6 @@
 """The fake's own routes: its switches and its counts.
 
-No real server has `/fake/...`; none of the faults applies here, so that a broken fake can always be mended.
+No real server has `/fake/...`. No fault applies to these routes, so a test can always repair a broken fake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ANSWER_FIRST_S = 0.05
 
 
 class ControlRoutes:
-    """Handlers for whoever plays with the fake."""
+    """Handlers for tests that control the fake."""
 
     def __init__(self, machine: FakeMachine) -> None:
         self._machine = machine

@@ -1,8 +1,8 @@
 """The worker: takes prompts from the queue one at a time and runs their nodes.
 
-Owns the order of events of a run, the cache of results and what becomes of failures. What a node does is in
-`behaviours`, what is sent for it in `run`. Anything unexpected ends the worker, as it ends the thread of a real
-server: HTTP goes on answering and nothing runs any more.
+It owns the order of events, the cache of results and the handling of failures. `behaviours` has what a node
+does, `run` what is sent for it. An unexpected error ends the worker, as on a real server: HTTP still answers,
+and nothing runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """A node's result, with what was shown for it."""
+    """A node's result and the output shown for it."""
 
     values: tuple[Any, ...]
     shown: dict[str, Any] | None
@@ -103,7 +103,7 @@ class Executor:
         run.tell_client("executing", {"node": None, "prompt_id": prompt_id})
 
     def _forget_all_but(self, run: FakeRun, keys: set[str]) -> None:
-        # ComfyUI keeps the results of the last prompt only, and so does its fake.
+        # Like ComfyUI, the fake keeps only the results of the last prompt.
         self._cache = {key: kept for key, kept in self._cache.items() if key in keys}
         present = {(node_id, node["class_type"]) for node_id, node in run.graph.items()}
         self._temp_names = {place: name for place, name in self._temp_names.items() if place in present}
@@ -130,7 +130,7 @@ class Executor:
         return self._temp_names[place]
 
     async def behave(self, call: NodeCall) -> NodeResult:
-        """Run a node's behaviour, with the faults that are switched on for it."""
+        """Runs a node's behaviour with the faults that are switched on for it."""
         faults = self._machine.faults
         fault = faults.takes_node(call.node_class.name, call.node_id)
         if fault is not None and fault.exception_type in THREAD_KILLERS:
@@ -146,7 +146,7 @@ class Executor:
 
 
 class _Course:
-    """The way of one prompt through its nodes."""
+    """One prompt on its way through its nodes."""
 
     def __init__(self, executor: Executor, run: FakeRun, keys: dict[str, str]) -> None:
         self._executor = executor
@@ -165,7 +165,7 @@ class _Course:
         )
 
     async def go(self, outputs: list[str]) -> str:
-        """Run to the end; says how it ended."""
+        """Runs to the end and returns the outcome."""
         for output in outputs:
             self._schedule.add(output)
         try:
@@ -204,7 +204,7 @@ class _Course:
             await asyncio.wait(self._background.values(), return_when=asyncio.FIRST_COMPLETED)
 
     async def _step(self, node_id: str) -> bool:
-        """Bring a node forward; False when it has to be looked at again later."""
+        """Advances a node. False: it must be visited again later."""
         cached = self._executor.kept(self._keys.get(node_id)) if not self._run.is_made(node_id) else None
         if cached is not None and node_id not in self._expanded and node_id not in self._background:
             self._show_cached(node_id, cached)
@@ -272,7 +272,7 @@ class _Course:
             self._machine.sockets.drop_all()
         if faults.counts_down("crash_after_nodes"):
             faults.crash = True
-            # Nothing more may be heard of this life: the crash cancels the worker here.
+            # This process sends nothing more: the crash cancels the worker here.
             await self._machine.never()
 
     def _expand(self, node_id: str, result: NodeResult) -> None:

@@ -1,7 +1,7 @@
-"""Everything that can be made to go wrong, as data.
+"""The faults of a fake server, as switches.
 
-`Faults` is a set of switches that may be turned while the server runs, in process or as JSON. It only remembers and
-tells a listener that something changed; the worker, the sockets and the routes look at it and act.
+`Faults` can be changed while the server runs, in process or as JSON. It only stores the switches and notifies
+a listener; the worker, the sockets and the routes act on them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ACTIONS = ("crash", "restart", "drop_sockets")
 
 
 class NodeFault(msgspec.Struct, kw_only=True):
-    """Make a node raise. It is met by class, by id, or (with neither) by every node."""
+    """Makes a node raise, chosen by class, by id, or (with neither) every node."""
 
     class_type: str | None = None
     node_id: str | None = None
@@ -28,52 +28,51 @@ class NodeFault(msgspec.Struct, kw_only=True):
 
 
 class Faults(msgspec.Struct, kw_only=True, dict=True, forbid_unknown_fields=True):
-    """The switches of one fake server; all off by default. Counts run down by themselves, -1 means always."""
+    """The switches of one fake server, all off by default. Counters count down; -1 means always."""
 
     fail_nodes: list[NodeFault] = msgspec.field(default_factory=list)
     """Nodes that raise."""
     out_of_memory: int = 0
-    """So many nodes that use the card raise torch.OutOfMemoryError."""
+    """This many nodes that use the card raise torch.OutOfMemoryError."""
     never_start: bool = False
     """Prompts are accepted and stay pending."""
     stall: str | None = None
-    """A class name or node id: that node stops half-way and goes on when the switch is cleared."""
+    """A class name or node id: that node stops half-way until the switch is cleared."""
     dead_worker: bool = False
-    """The worker thread dies at the next node or when idle; HTTP still answers. Only a restart revives it
-    and clears the switch."""
+    """The worker thread dies at the next node or when idle; HTTP answers. A restart clears the switch."""
     crash_after_nodes: int | None = None
-    """Crash once so many more nodes have run."""
+    """Crash after this many more nodes."""
     down_seconds: float | None = None
-    """After a crash by switch, come back on the same port after so many wall-clock seconds; None stays away."""
+    """Wall-clock seconds until a restart on the same port after a crash by a switch. None: no restart."""
     crash: bool = False
     """Crash now. Turns itself off."""
     restart: bool = False
     """Crash now and come back at once. Turns itself off."""
     drop_sockets: bool = False
-    """Cut every websocket now. Turns itself off."""
+    """Cut every WebSocket now. Turns itself off."""
     drop_sockets_after_nodes: int | None = None
-    """Cut every websocket once so many more nodes have run."""
+    """Cut every WebSocket after this many more nodes."""
     deaf_sockets: bool = False
-    """Websockets stay open and nothing is sent on them."""
+    """WebSockets stay open and send nothing."""
     slow_answer_s: float = 0.0
-    """Every HTTP answer comes so many wall-clock seconds late."""
+    """Delays every HTTP answer by this many wall-clock seconds."""
     slow_paths: list[str] = msgspec.field(default_factory=list)
-    """Only paths that begin so are slow; empty means all."""
+    """Only paths with these prefixes are slow; empty means all."""
     fail_requests: int = 0
-    """So many HTTP requests are answered with 500."""
+    """This many HTTP requests are answered with 500."""
     fail_request_paths: list[str] = msgspec.field(default_factory=list)
-    """Only paths that begin so are answered with 500; empty means all."""
+    """Only paths with these prefixes are answered with 500; empty means all."""
     endless_paths: list[str] = msgspec.field(default_factory=list)
-    """Answers to paths that begin so never end: the beginning of JSON, for as long as it is read."""
+    """Answers to these path prefixes never end: the beginning of JSON, for as long as it is read."""
     swollen_paths: list[str] = msgspec.field(default_factory=list)
-    """Answers to paths that begin so are lists of a million empty lists: many times their size once decoded."""
+    """Answers to these path prefixes are lists of a million empty lists: much larger once decoded."""
     redirect_paths: list[str] = msgspec.field(default_factory=list)
-    """Requests to paths that begin so, the websocket's too, are sent on to `redirect_to`."""
+    """Requests to these path prefixes, including the WebSocket's, are redirected to `redirect_to`."""
     redirect_to: str = ""
     huge_frame_bytes: int = 0
-    """Each websocket is greeted with a frame of this size."""
+    """Each WebSocket first gets a frame of this size."""
     lose_submit_answers: int = 0
-    """So many prompts are queued without their submitter ever getting an answer."""
+    """This many prompts are queued, but their submit gets no answer."""
     lost_answer_manner: Literal["drop", "hang"] = "drop"
     """How such an answer is lost: the connection drops, or stays open in silence."""
     missing_models: list[str] = msgspec.field(default_factory=list)
@@ -101,7 +100,7 @@ class Faults(msgspec.Struct, kw_only=True, dict=True, forbid_unknown_fields=True
             setattr(self, name, getattr(checked, name))
 
     def takes_node(self, class_type: str, node_id: str) -> NodeFault | None:
-        """The fault that meets this node, one use of it spent."""
+        """The fault for this node. It uses up one of its times."""
         for fault in self.fail_nodes:
             if fault.times == 0:
                 continue
@@ -112,14 +111,14 @@ class Faults(msgspec.Struct, kw_only=True, dict=True, forbid_unknown_fields=True
         return None
 
     def takes_one(self, counter: Literal["out_of_memory", "fail_requests", "lose_submit_answers"]) -> bool:
-        """Spend one use of a counted switch."""
+        """Uses up one time of a counted switch."""
         left: int = getattr(self, counter)
         if left > 0:
             setattr(self, counter, left - 1)
         return left != 0
 
     def counts_down(self, counter: Literal["crash_after_nodes", "drop_sockets_after_nodes"]) -> bool:
-        """One more node has run: is the counter's moment come?"""
+        """Counts a node that has run. True: the counter has reached zero."""
         left: int | None = getattr(self, counter)
         if left is None:
             return False
@@ -128,6 +127,6 @@ class Faults(msgspec.Struct, kw_only=True, dict=True, forbid_unknown_fields=True
 
 
 def path_meets(path: str, prefixes: list[str]) -> bool:
-    """Whether a path switch with these prefixes applies; the `/api` twin of a path counts as the path."""
+    """Whether a path switch with these prefixes applies. `/api/x` counts as `/x`."""
     plain = path.removeprefix("/api")
     return not prefixes or any(path.startswith(prefix) or plain.startswith(prefix) for prefix in prefixes)

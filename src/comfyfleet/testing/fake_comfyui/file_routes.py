@@ -1,7 +1,7 @@
 """Files over HTTP: `/view`, `/upload/image`, `/upload/mask`.
 
-Answers with the same status codes as the real server for names that escape, folders that do not exist and files that
-are gone. Names and folders are decided by `disk`.
+Answers with the same status codes as the real server for names that escape, folders that do not exist and
+files that are gone. Names and folders are decided by `disk`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FileRoutes:
         return self._store(form, found if isinstance(found, Path) else None)
 
     def _store(self, form: Any, original: Path | None) -> web.Response:
-        # Looked up before anything else, and raising for an unknown folder, as on the real server: that is a 500.
+        # Looked up first: an unknown folder raises and gives a 500, as on the real server.
         kind = form.get("type") or "input"
         folder = {name: self._disk.base / name for name in ("input", "temp", "output")}[kind]
         image = form.get("image")

@@ -1,7 +1,6 @@
-"""The simulated card: which models are on it, what does not fit, what loading costs.
+"""The simulated card: which models are on it, what does not fit, and what loading costs.
 
-Owns video memory and nothing else. It tells how many gigabytes had to be loaded; waiting for that long is the
-caller's part.
+It returns how many gigabytes had to be loaded; the caller waits for that.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class FakeGpu:
         return self.vram_gb - sum(self._resident.values())
 
     def bring_in(self, models: Iterable[FakeModel], working_gb: float = 0.0) -> float:
-        """Put these models on the card beside so much working memory; gives back the gigabytes that were loaded."""
+        """Puts models and working memory on the card and returns the gigabytes that were loaded."""
         needed: dict[str, float] = {}
         for model in models:
             needed.update(model.parts())

@@ -1,7 +1,4 @@
-"""The order in which the nodes of a prompt run, and what makes two nodes the same to the cache.
-
-Pure bookkeeping on node ids. What a node costs and sends is in `execution`.
-"""
+"""The order in which the nodes of a prompt run, and the keys of the result cache."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ def is_link(value: Any) -> bool:
 
 
 class Schedule:
-    """Which nodes still have to run and what each of them waits for.
+    """The nodes that still have to run, and what each of them waits for.
 
-    Nodes enter when an output needs them, so a graph runs from what the outputs ask for; cached nodes are not waited
-    for. Among the ready nodes those come first that bring a result to the user soonest.
+    A node enters when an output needs it; cached nodes do not count. Ready nodes that show a result soonest
+    run first.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class Schedule:
         self._held: set[str] = set()
 
     def add(self, node_id: str) -> None:
-        """Take in a node and everything it needs that is not cached."""
+        """Adds a node and everything it needs that is not cached."""
         todo = [node_id]
         while todo:
             current = todo.pop()
@@ -57,12 +54,12 @@ class Schedule:
             todo.extend(needed)
 
     def wait_for(self, node_id: str, source: str) -> None:
-        """Let a node that is already in wait for one more."""
+        """Makes a node wait for one more."""
         self.add(source)
         self._waits_for[node_id].add(source)
 
     def hold(self, node_id: str) -> None:
-        """The node works in the background: leave it alone until it is released."""
+        """The node works in the background and is skipped until it is released."""
         self._held.add(node_id)
 
     def release(self, node_id: str) -> None:
@@ -78,7 +75,7 @@ class Schedule:
         return not self._waits_for
 
     def pick(self) -> str | None:
-        """The next node to run; None while all that is left waits for background work."""
+        """The next node to run. None: all others wait for background work."""
         ready = [
             node_id
             for node_id, sources in self._waits_for.items()
@@ -103,8 +100,8 @@ class Schedule:
 def signatures(graph: Graph, fingerprint: Callable[[str, dict[str, Any]], str]) -> dict[str, str]:
     """What each node's result depends on: its class, its inputs and those of all nodes before it.
 
-    `fingerprint` adds what the graph does not show, such as the content of a file. Raises KeyError for a node without
-    inputs, wherever it is: a real server fails at the same place.
+    `fingerprint` adds what the graph does not show, such as a file's content. Raises KeyError for a node
+    without inputs, as a real server does.
     """
     found: dict[str, str] = {}
 
@@ -127,5 +124,5 @@ def signatures(graph: Graph, fingerprint: Callable[[str, dict[str, Any]], str]) 
 
 
 def never_the_same() -> str:
-    """A mark that keeps a node, and all that depend on it, out of the cache."""
+    """A key that keeps a node, and all that depend on it, out of the cache."""
     return uuid.uuid4().hex

@@ -1,7 +1,7 @@
-"""What a server says about itself: statistics, features, models and node classes.
+"""Routes about the server itself: statistics, features, models and node classes.
 
-Numbers come from the settings and the simulated card; paths are those of a made-up installation, because clients
-should not depend on them.
+Numbers come from the settings and the simulated card; paths are invented, because clients should not depend
+on them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class InfoRoutes:
         return routes
 
     def others(self) -> list[web.RouteDef]:
-        """Routes without a twin; the last one answers for everything else."""
+        """Routes that do not exist below `/api`; the last one is the fallback."""
         return [
             web.get("/internal/folder_paths", self.folder_paths),
             web.get("/", self.front_page),

@@ -1,7 +1,7 @@
-"""Every node class a fake can have installed, as the release it behaves like declares it.
+"""Every node class that a fake can have, as its release declares it.
 
-The classes are declared as the newest known release has them; what older releases declare differently is here. The
-releases are those whose sources first show the change.
+`core_nodes`, `usual_nodes` and `lab_nodes` declare the newest known release; this module has the differences
+of older ones. The releases are those whose sources first show the change.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _shown(call: NodeCall, kind: str) -> dict[str, Any]:
         case "nan":
             return {"value": [math.nan, math.inf]}
         case "bytes":
-            # Bytes inside a list cannot be turned into JSON: on a real server, too, that ends everything.
+            # Bytes in a list cannot become JSON, which ends the server, as on a real one.
             return {"value": [b"not for JSON"]}
         case "big":
             return {"text": ["x" * call.inputs["size"]]}
@@ -118,7 +118,7 @@ def _shown(call: NodeCall, kind: str) -> dict[str, Any]:
 
 
 async def lab_file(call: NodeCall) -> NodeResult:
-    """A file of any size, made from the seed; or a copy of one that was uploaded. Never whole in memory."""
+    """A file of any size from the seed, or a copy of an uploaded one, without holding it in memory."""
     place = call.machine.disk.save_place("output", call.inputs["filename_prefix"])
     if place is None:
         raise NodeError("Exception", "lab: saving outside the output folder")

@@ -1,7 +1,6 @@
-"""One life of a server process: everything it keeps in memory, and the parts that outlive it.
+"""The memory of one server process, and the parts that survive it.
 
-Made anew at every start; the disk, the switches, the stats and the clock are handed from one life to the next. The
-routes and the worker both work on it.
+It is new at every start; disk, switches, stats and clock pass from one process to the next.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ class FakeMachine:
         return "".join(self.random.choice(_TEMP_LETTERS) for _ in range(5))
 
     def create_time(self) -> int:
-        """Milliseconds, never the same twice: a real server needs longer than that to validate a prompt."""
+        """Milliseconds, never the same twice: a real server takes longer to validate a prompt."""
         self._last_create_time = max(int(time.time() * 1000), self._last_create_time + 1)
         return self._last_create_time
 
     def models(self) -> dict[str, dict[str, float]]:
-        """The installed models, as the switches leave them: folder, file name, size in gigabytes."""
+        """The installed models after the switches: folder, file name, size in gigabytes."""
         installed = {folder: dict(names) for folder, names in self.settings.models.items()}
         for folder, names in self.faults.added_models.items():
             installed.setdefault(folder, {}).update(names)
@@ -103,7 +102,7 @@ class FakeMachine:
         return features
 
     async def never(self) -> None:
-        """Wait until this life of the server ends: it cancels whatever still waits."""
+        """Waits until this server process ends, which cancels all waiting tasks."""
         await asyncio.Event().wait()
 
     def interrupt(self) -> None:

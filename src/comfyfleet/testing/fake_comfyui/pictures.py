@@ -1,7 +1,6 @@
-"""Real, small media bytes: pictures, previews, animations, video, audio and latents.
+"""Draws real, small media: pictures, previews, animations, video, audio and latents.
 
-Draws what the values of `values` stand for. Pillow is imported only when something is drawn, so that the rest of
-ComfyFleet runs without it.
+It draws the objects of `values`. Pillow is imported only to draw, so the rest of ComfyFleet runs without it.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def flac(audio: FakeAudio) -> bytes:
 def latent_file(latent: FakeLatent) -> bytes:
     """A latent in safetensors form: length, JSON header, zeros."""
     shape = [latent.batch, 4, max(1, latent.height // 8), max(1, latent.width // 8)]
-    # Zeros of the full size would be megabytes for nothing: a fake latent is at most one small picture.
+    # A latent of the full size would be megabytes of zeros, so it is at most one small picture.
     shape = [1, 4, min(shape[2], 16), min(shape[3], 16)]
     size = 4 * shape[1] * shape[2] * shape[3]
     header = json.dumps(

@@ -1,7 +1,7 @@
 """Pending prompts, the running one and the history, as ComfyUI keeps them in memory.
 
-The heap holds plain tuples on purpose: that two prompts with the same number and id cannot be compared, and kill the
-worker, is a fault of the real server which clients have to live with.
+The heap holds plain tuples on purpose: two prompts with the same number and id cannot be compared and kill
+the worker, which is a fault of the real server too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class PromptQueue:
         return len(self.pending) + len(self.running)
 
     def put(self, item: Item) -> None:
-        """Queue a prompt. Raises TypeError, after queueing, when number and id equal those of a pending one."""
+        """Queue a prompt. Raises TypeError, after queueing, when number and id equal those of a pending
+        one."""
         heapq.heappush(self.pending, item)
         self._changed()
 
@@ -62,12 +63,12 @@ class PromptQueue:
         self._changed()
 
     def clear(self) -> None:
-        """Forget everything pending."""
+        """Removes all pending prompts."""
         self.pending = []
         self._changed()
 
     def delete(self, prompt_id: str) -> bool:
-        """Forget the first pending prompt of that id."""
+        """Removes the first pending prompt of that id."""
         for index, item in enumerate(self.pending):
             if item[1] == prompt_id:
                 if len(self.pending) == 1:
@@ -87,11 +88,11 @@ class PromptQueue:
         if offset < 0 and max_items is not None:
             offset = len(self.history) - max_items
         entries = list(self.history.items())[max(offset, 0) :]
-        # Like the real server: the limit is looked at after an entry was added, so 0 still gives one.
+        # Like the real server, it checks the limit after adding an entry, so 0 still gives one.
         return dict(entries if max_items is None else entries[: max(max_items, 1)])
 
     def set_flag(self, name: str) -> None:
-        """Leave a wish for the worker, which looks at it between prompts."""
+        """Leaves a request that the worker reads between prompts."""
         self.flags[name] = True
         self._signal.notify()
 

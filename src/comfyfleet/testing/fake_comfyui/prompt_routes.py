@@ -1,7 +1,7 @@
 """Submitting, watching and stopping prompts over HTTP.
 
-Owns `/prompt`, `/queue`, `/history`, `/interrupt`, `/free`, `/ws` and the job routes. Where a strange request makes
-the real server answer 500, nothing here catches it.
+Owns `/prompt`, `/queue`, `/history`, `/interrupt`, `/free`, `/ws` and the job routes. Where a strange request
+makes the real server answer 500, nothing here catches it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class PromptRoutes:
     async def _block_for(self, seconds: float) -> None:
         if seconds <= 0:
             return
-        # A slow validation blocks the real server's only event loop: nobody else is answered meanwhile.
+        # A slow validation blocks the real server's event loop: nobody gets an answer meanwhile.
         self._machine.loop_is_free.clear()
         try:
             await self._machine.clock.sleep(seconds)

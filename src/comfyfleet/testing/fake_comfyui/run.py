@@ -1,7 +1,6 @@
-"""One prompt while it runs: its nodes, the nodes it makes itself, and what its client is told about them.
+"""One running prompt: its nodes, the nodes it makes itself, and the messages to its client.
 
-Owns ids, progress and messages of a run. `execution` decides what happens next; the behaviours use a `NodeCall` to
-report progress.
+`execution` decides what happens next; behaviours report progress through a `NodeCall`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from comfyfleet.testing.fake_comfyui.sockets import (
 
 
 class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node gives back: values, something to show, or more nodes to run in its place."""
+    """A node's result: values, something to show, or more nodes to run in its place."""
 
     values: tuple[Any, ...] = ()
     ui: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -62,7 +61,7 @@ class FakeRun:
         return self.machine.catalogue[self.node(node_id)["class_type"]]
 
     def add_made_node(self, node_id: str, node: dict[str, Any], parent: str) -> None:
-        """Take in a node that another node made while it ran."""
+        """Adds a node that another node made while it ran."""
         self._made[node_id] = node
         self._parents[node_id] = parent
 
@@ -81,14 +80,14 @@ class FakeRun:
         return {"node_id": node_id, "display_node": display, "parent_node": parent, "real_node_id": display}
 
     def tell(self, event: str, data: dict[str, Any], to_everybody: bool = False) -> None:
-        """A message that is also kept for the history."""
+        """Sends a message that also goes into the history."""
         stamped = {**data, "timestamp": int(time.time() * 1000)}
         self.messages.append([event, stamped])
         if self.client_id is not None or to_everybody:
             self.machine.sockets.post(event, stamped, self.client_id)
 
     def tell_client(self, event: str, data: dict[str, Any]) -> None:
-        """A passing message, only for the client that queued the prompt."""
+        """Sends a message only to the client that queued the prompt."""
         if self.client_id is not None:
             self.machine.sockets.post(event, data, self.client_id)
 
@@ -100,7 +99,7 @@ class FakeRun:
         self._set_progress(node_id, maximum, maximum, "finished")
 
     def report(self, node_id: str, value: int, maximum: int, image: tuple[int, bytes] | None) -> None:
-        """Progress inside a node, with a picture when there is one. Stops the run when it was interrupted."""
+        """Reports progress in a node, with a picture if given. Raises if the run was interrupted."""
         self.check_interrupt()
         sockets = self.machine.sockets
         self._set_progress(node_id, value, maximum, "running")
@@ -115,7 +114,7 @@ class FakeRun:
                 sockets.post("preview", preview_frame(image[1], image[0]), self.client_id)
 
     def check_interrupt(self) -> None:
-        """Raise when an interrupt waits; it is used up by that."""
+        """Raises if an interrupt is pending, and clears it."""
         if self.machine.is_interrupted:
             self.machine.is_interrupted = False
             raise Interrupted
@@ -160,18 +159,18 @@ class NodeCall:
         self.temp_name = temp_name
 
     async def work(self, seconds: float) -> None:
-        """Keep the card busy for so long (at speed 1)."""
+        """Keeps the card busy for this long (at speed 1)."""
         if seconds > 0:
             await self.machine.clock.sleep(seconds / self.machine.settings.speed)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait for so long, whatever the card."""
+        """Waits for this long at any speed of the card."""
         await self.machine.clock.sleep(seconds)
 
     def progress(
         self, value: int, maximum: int, *, preview_seed: int | None = None, png: bytes | None = None
     ) -> None:
-        """Report progress, with a preview drawn for it or with a finished picture."""
+        """Reports progress with a drawn preview or a finished picture."""
         image = None
         if png is not None:
             image = (PNG, png)
@@ -180,10 +179,10 @@ class NodeCall:
         self.run.report(self.node_id, value, maximum, image)
 
     def text(self, text: str) -> None:
-        """Show a line of text at the node, to everybody."""
+        """Shows a line of text at the node to all clients."""
         self.machine.sockets.post("text", text_frame(self.node_id, text))
 
     async def stall_if_told(self) -> None:
-        """Stand still while the stall switch names this node."""
+        """Waits while the stall switch names this node."""
         while self.machine.faults.stall in (self.node_class.name, self.node_id):
             await self.machine.signal.wait()

@@ -39,10 +39,10 @@ _SHUTDOWN_S = 0.01
 
 
 class FakeComfyUI:
-    """A server that speaks ComfyUI's HTTP and websocket.
+    """A server that speaks ComfyUI's HTTP and WebSocket.
 
-    Use it as an async context manager, or call `start` and `stop`; `stop` may be called twice. `faults` may be set
-    at any time; `stats` says what really happened, across crashes.
+    Use it as an async context manager, or call `start` and `stop`; `stop` may be called twice. `faults` can
+    be set at any time; `stats` counts what really happened, across crashes.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FakeComfyUI:
 
     @property
     def port(self) -> int:
-        """The port it listens on, or will listen on again after a crash; 0 before the first start."""
+        """The port it uses, also again after a crash; 0 before the first start."""
         return self._port
 
     @property
@@ -98,7 +98,7 @@ class FakeComfyUI:
         return self._disk
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 takes a free one. Does nothing when it is up already."""
+        """Starts to listen; port 0 takes a free one. Does nothing if it already listens."""
         async with self._life_lock:
             if not self.is_up:
                 await self._begin_life(host, port)
@@ -143,38 +143,38 @@ class FakeComfyUI:
         ]
 
     async def stop(self) -> None:
-        """Stop for good: connections are cut as by a killed process, and the temporary disk is removed."""
+        """Stops for good: cuts connections like a killed process and removes the temporary disk."""
         self._is_stopping.set()
         try:
             await asyncio.gather(*self._actions, return_exceptions=True)
             async with self._life_lock:
                 await self._end_life()
         finally:
-            # Also where the stop itself is cut short.
+            # Also if the stop itself is cancelled.
             if self._disk is not None:
                 self._disk.remove()
                 self._disk = None
 
     def install(self, class_type: str) -> None:
-        """Give the running server a node class of its release that it was made without."""
+        """Adds a node class of its release to the running server."""
         assert self._machine is not None, "a server that is not up has no classes"
         known = known_node_classes(parse_version(self.settings.version))
         self._machine.catalogue |= make_catalogue(known, (class_type,), ())
 
     async def crash(self) -> None:
-        """Die as by SIGKILL: connections drop, memory is lost, files stay."""
+        """Dies as by SIGKILL: connections drop, memory is lost, files stay."""
         async with self._life_lock:
             if self.is_up:
                 self.stats.crashes += 1
                 await self._end_life()
 
     async def restart(self) -> None:
-        """Start again on the same port, crashing first when it is up."""
+        """Starts again on the same port, after a crash if it is up."""
         await self.crash()
         await self.start(self._host, self._port)
 
     async def _end_life(self) -> None:
-        # The thread that died was this life's; the next one has its own.
+        # The dead thread belonged to the old process.
         self.faults.dead_worker = False
         runner, self._runner, self._machine = self._runner, None, None
         if runner is None:
@@ -194,7 +194,7 @@ class FakeComfyUI:
         try:
             await machine.sockets.publish()
         except TypeError as error:
-            # A message that is not JSON ends the sender, and with it the whole of a real server.
+            # A message that is not JSON ends the sender, and with it a real server.
             _log.info("%s: a message could not be sent and ended the server: %s", self.settings.name, error)
             self._act(self.crash())
 
@@ -279,7 +279,7 @@ async def _endless(request: web.Request, machine: FakeMachine) -> web.StreamResp
 
 @web.middleware
 async def _same_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse pages of other sites that reach for a server on this machine."""
+    """Refuses pages of other sites that access a server on this machine."""
     origin = request.headers.get("Origin")
     if origin is not None:
         host = urlsplit(f"//{request.host.lower()}")

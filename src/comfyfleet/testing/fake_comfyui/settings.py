@@ -1,7 +1,7 @@
-"""What one fake server is: its version, card, models, speed and seed.
+"""The settings of one fake server: version, card, models, speed and seed.
 
-`FakeSettings` is fixed for the life of a server; what may change while it runs is in `faults`. `Behaviour` turns a
-version into the differences between ComfyUI releases, so that no other module compares versions.
+They are fixed for the life of a server; `faults` has what can change. `Behaviour` lists the differences
+between ComfyUI releases, so that no other module compares versions.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from comfyfleet.testing.fake_comfyui.catalogue import NodeClass
 GIGABYTE = 1024**3
 OLDEST = (0, 3, 40)
 PROFILES = ("0.3.64", "0.7.0", "0.33.0")
-"""The releases that were recorded: the fakes of a mixed fleet take them in turn. The last is the newest known."""
+"""The recorded releases, used in turn by a mixed fleet. The last is the newest known."""
 
 
 def default_models() -> dict[str, dict[str, float]]:
-    """The models a fake has when nothing else is said: folder, then file name, then size in gigabytes."""
+    """The default models: folder, then file name, then size in gigabytes."""
     return {
         "checkpoints": {"sd15.safetensors": 2.0, "sdxl.safetensors": 6.5, "flux-dev-fp8.safetensors": 16.0},
         "loras": {"detail.safetensors": 0.2},

@@ -1,4 +1,4 @@
-"""A bell: whoever waits is woken when something changed, and looks for himself."""
+"""A signal that wakes all waiting tasks when something has changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Signal:
         self._waiters: list[asyncio.Future[None]] = []
 
     def notify(self) -> None:
-        """Wake everybody who waits now."""
+        """Wakes all current waiters."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

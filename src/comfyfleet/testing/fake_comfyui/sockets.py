@@ -1,7 +1,7 @@
-"""Websocket clients and what is sent to them.
+"""WebSocket clients and the messages to them.
 
-Messages pass through one queue and one sender, as on a real server: they keep their order, and one client that does
-not read holds up everybody. Which events exist and when is decided in `execution`.
+All messages pass through one queue and one sender, as on a real server: they keep their order, and one client
+that does not read delays all others. `execution` decides which events exist.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FakeSockets:
         self._flags: dict[str, dict[str, Any]] = {}
         self._transports: set[asyncio.Transport] = set()
         self.client_id: str | None = None
-        """Whose prompt runs, or ran last."""
+        """The client of the running or last prompt."""
         self.last_node_id: str | None = None
 
     def post(self, event: str, data: Any, client_id: str | None = None) -> None:
@@ -48,26 +48,26 @@ class FakeSockets:
         self._messages.put_nowait((event, data, client_id))
 
     async def publish(self) -> None:
-        """Send queued messages for ever. Raises when one cannot be turned into JSON, which ends the whole server."""
+        """Sends queued messages for ever. A message that cannot become JSON raises and ends the server."""
         while True:
             event, data, client_id = await self._messages.get()
             await self._loop_is_free.wait()
             await self._send(event, data, client_id)
 
     def wants_metadata(self, client_id: str | None) -> bool:
-        """Whether this client said that it understands previews with metadata."""
+        """Whether this client accepts previews with metadata."""
         flags = self._flags.get(client_id, {}) if client_id is not None else {}
         return flags.get("supports_preview_metadata", False) is True
 
     def drop_all(self) -> None:
-        """Cut every websocket without a goodbye."""
+        """Cuts every WebSocket without a close frame."""
         for transport in list(self._transports):
             transport.abort()
 
     async def serve(
         self, request: web.Request, queue_info: Callable[[], Any], server_flags: dict[str, Any] | None
     ) -> web.WebSocketResponse:
-        """Talk to one client until it goes. `server_flags` of None means a release that does not negotiate."""
+        """Serves one client until it leaves. `server_flags` is None in releases that do not negotiate."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         transport = request.transport
@@ -86,8 +86,8 @@ class FakeSockets:
                 await self._send("executing", {"node": self.last_node_id}, client_id)
             await self._listen(socket, client_id, server_flags)
         finally:
-            # By id, not by socket: when an old socket closes, a newer one of the same id is forgotten with it and
-            # hears nothing more. Real servers have this fault and clients have to notice it.
+            # By id, not by socket: when an old socket closes, a newer one of the same id is forgotten too.
+            # Real servers have this fault, and clients have to notice it.
             self._clients.pop(client_id, None)
             self._flags.pop(client_id, None)
             if transport is not None:
@@ -95,7 +95,7 @@ class FakeSockets:
         return socket
 
     async def _send_huge(self, transport: asyncio.Transport) -> None:
-        """By hand, so that it need not be in memory: the head of a binary frame, and its bytes as they are taken."""
+        """Writes the frame's head and content directly, so that it is never whole in memory."""
         left = self._faults.huge_frame_bytes
         transport.write(struct.pack(">BBQ", 0x82, 127, left))
         while left > 0 and not transport.is_closing():
@@ -139,12 +139,12 @@ class FakeSockets:
 
 
 def preview_frame(image: bytes, image_format: int) -> bytes:
-    """A preview as clients without feature flags get it: no prompt id, no node."""
+    """A preview for clients without feature flags: no prompt id, no node."""
     return struct.pack(">II", PREVIEW, image_format) + image
 
 
 def preview_frame_with_metadata(image: bytes, metadata: dict[str, Any]) -> bytes:
-    """A preview that says where it belongs."""
+    """A preview with its prompt and node."""
     encoded = json.dumps(metadata).encode()
     return struct.pack(">II", PREVIEW_WITH_METADATA, len(encoded)) + encoded + image
 

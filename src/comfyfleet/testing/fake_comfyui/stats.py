@@ -1,6 +1,6 @@
 """What really happened on a fake server, for tests to assert on.
 
-Stats belong to the test, not to the simulated process: they outlive a crash. Nothing in the server reads them back.
+Stats belong to the test and survive a crash. The server never reads them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 
 class FakePromptRun(msgspec.Struct, kw_only=True):
-    """One start of one prompt; `ended_at` stays None when the server died first."""
+    """One start of one prompt; `ended_at` stays None if the server died first."""
 
     prompt_id: str
     started_at: float
@@ -29,23 +29,23 @@ class FakeStats(msgspec.Struct, kw_only=True):
     nodes_by_class: dict[str, int] = msgspec.field(default_factory=dict)
     model_loads: int = 0
     model_swaps: int = 0
-    """Loads that had to throw another model off the card."""
+    """Loads that displaced another model from the card."""
     previews_sent: int = 0
     uploads: int = 0
     bytes_without_end: int = 0
-    """What was taken of answers that never end."""
+    """How many bytes of endless answers were read."""
     crashes: int = 0
     requests: dict[str, int] = msgspec.field(default_factory=dict)
-    """How often each path was asked for."""
+    """How often each path was requested."""
 
     def starts(self, prompt_id: str, now: float) -> FakePromptRun:
-        """Note the start of a prompt and give back its line in the log."""
+        """Records the start of a prompt and returns its entry."""
         self.prompts_run[prompt_id] = self.prompts_run.get(prompt_id, 0) + 1
         run = FakePromptRun(prompt_id=prompt_id, started_at=now)
         self.prompt_log.append(run)
         return run
 
     def executes(self, class_type: str) -> None:
-        """Note one node that ran (not one taken from the cache)."""
+        """Counts one node that ran (not one from the cache)."""
         self.nodes_executed += 1
         self.nodes_by_class[class_type] = self.nodes_by_class.get(class_type, 0) + 1

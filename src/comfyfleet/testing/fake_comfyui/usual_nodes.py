@@ -1,7 +1,7 @@
-"""More of ComfyUI's node classes: those that usual workflows for control, upscaling and newer models use.
+"""More of ComfyUI's node classes, for common workflows with control, upscaling and newer models.
 
-Declarations only, and most of them run by the generic behaviour: they take their time, want their models on the card
-and pass on what fits. The classes with a behaviour of their own are in `core_nodes`.
+Only declarations. Most use the generic behaviour: they take time, load their models and pass on values of the
+right type. Classes with their own behaviour are in `core_nodes`.
 """
 
 from __future__ import annotations

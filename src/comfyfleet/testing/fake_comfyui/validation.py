@@ -1,7 +1,7 @@
-"""What a server says about a prompt before it queues it.
+"""Validates a prompt before it is queued.
 
-Owns the refusals of `POST /prompt`, with the same types, texts and places as the real server, including the places
-where a strange body makes the real one raise. Running a prompt is left to `execution`.
+It gives the refusals of `POST /prompt` with the real server's types and texts, and raises where a strange
+body makes the real one raise. `execution` runs prompts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _FRAME = '  File "/srv/comfyui/execution.py", line {line}, in {function}\n    <s
 
 
 class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Outputs that may run, and the errors; a prompt with at least one good output is accepted."""
+    """Outputs that may run, and the errors. A prompt with at least one valid output is accepted."""
 
     outputs: tuple[str, ...] = ()
     error: dict[str, Any] | None = None
     node_errors: dict[str, Any] = msgspec.field(default_factory=dict)
     blocks_for_s: float = 0.0
-    """How long the validation keeps the whole server busy."""
+    """How long the validation blocks the whole server."""
 
 
 class _Result(msgspec.Struct):
@@ -55,7 +55,7 @@ class Validator:
         self._behaviour = behaviour
 
     def validate(self, prompt: Any, targets: Any | None) -> ValidationResult:
-        """Judge a prompt; raises (and so makes a 500) where the real server does."""
+        """Raises (and so gives a 500) where the real server does."""
         if self._behaviour.is_recent and isinstance(prompt, list):
             raise TypeError("list indices must be integers or slices, not str")
         outputs: list[str] = []
@@ -75,7 +75,7 @@ class Validator:
 
     def _unknown_node(self, node_id: str, node: Any) -> dict[str, Any] | None:
         details = f"Node ID '#{node_id}'"
-        # On purpose without a type check: a number here raises TypeError, as it does on the real server.
+        # No type check on purpose: a number here raises TypeError, as on the real server.
         if "class_type" not in node:
             if not self._behaviour.says_missing_node_type:
                 return problem(
@@ -140,7 +140,7 @@ class _Judgement:
                 continue
             texts += [f"{reason['message']}: {reason['details']}" for reason in result.reasons]
             for node_id, found in self._results.items():
-                # Nodes after a faulty one are invalid too, but have nothing to say.
+                # Nodes after a faulty one are invalid too, without their own error.
                 if not found.is_valid and found.reasons:
                     entry = node_errors.setdefault(
                         node_id,
@@ -181,7 +181,7 @@ class _Judgement:
             return result
 
     def _blame_cycle(self, nodes: list[str]) -> None:
-        # Before there was an error type for it, a cycle made every node invalid without a word.
+        # Older releases have no error type for cycles: every node is invalid without a message.
         chain = " -> ".join(f"{node} ({self._prompt[node]['class_type']})" for node in [*nodes, nodes[0]])
         for node in nodes:
             reasons = []

@@ -1,6 +1,6 @@
-"""What flows along the links of a simulated graph.
+"""The values on the links of a simulated graph.
 
-Small stand-ins for tensors and models: they know their size and their look, not their pixels. `pictures` draws them.
+They stand in for tensors and models: they have a size and a look, but no pixels. `pictures` draws them.
 """
 
 from __future__ import annotations
@@ -86,6 +86,6 @@ class Anything(msgspec.Struct, frozen=True):
 
 
 class Blocker(msgspec.Struct, frozen=True):
-    """A value that keeps every node it reaches from running; with a message, the client is told once."""
+    """Stops every node that it reaches. With a message, the client gets it once."""
 
     message: str | None

@@ -1,7 +1,8 @@
 """MP4 files that play: H.264 frames whose pixels are stored as they are.
 
 A frame is one slice of I_PCM macroblocks (ITU-T H.264, 7.3.5), which every decoder reads and which needs no
-compression. Files are small because pictures are small and few: a longer video shows its frames over and over.
+compression. Files are small because pictures are small and few: a longer video shows its frames over and
+over.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def mp4(pictures: Sequence[PillowImage.Image], count: int, frames_per_second: fl
         sizes = [len(samples[index]) for index in order]
         return _movie(width, height, frames_per_second, offsets, sizes)
 
-    # How long it is does not depend on where the frames begin.
+    # The length of the movie box does not depend on where the frames begin.
     data_at = len(head) + len(movie(0)) + 8
     return head + movie(data_at) + _box(b"mdat", *samples)
 
@@ -71,7 +72,7 @@ class _Bits:
 
 
 def _unit(header: int, content: bytes) -> bytes:
-    """A NAL unit: what looks like the start of another one is broken up."""
+    """A NAL unit, with escapes for bytes that look like the start of another one."""
     return bytes((header,)) + _EMULATION.sub(b"\0\0\3", content)
 
 
@@ -98,7 +99,7 @@ def _sample(picture: PillowImage.Image, index: int) -> bytes:
     header = _Bits().code(0, 7, 0).number(0, 4).code(index % 2).number(0, 2).code(0, 1)
     blocks = _blocks(picture)
     content = [header.code(_I_PCM).to_bytes(), blocks[0]]
-    # From here on everything begins at a whole byte.
+    # From here on everything is byte-aligned.
     following = _Bits().code(_I_PCM).to_bytes()
     for block in blocks[1:]:
         content += following, block
@@ -107,7 +108,8 @@ def _sample(picture: PillowImage.Image, index: int) -> bytes:
 
 
 def _blocks(picture: PillowImage.Image) -> list[bytes]:
-    """The samples of each macroblock: brightness, then both colours at half the size, in the range of video."""
+    """The samples of each macroblock: brightness, then both colours at half the size, in the range of
+    video."""
     from PIL import Image
 
     width, height = (-(-edge // _BLOCK) * _BLOCK for edge in picture.size)
