@@ -10,7 +10,6 @@ import contextlib
 import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 import msgspec
@@ -84,9 +83,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -222,7 +219,6 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         return await self._link.ask("list_jobs", answers.JobList, query=query)
 
     async def every_job(self, **wanted: Any) -> AsyncIterator[answers.JobBody]:
-        """All jobs of `jobs`, page after page."""
         cursor: str | None = None
         while True:
             page = await self.jobs(**wanted, cursor=cursor)

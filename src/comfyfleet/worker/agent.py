@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self, assert_never
 
 from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, Release
@@ -28,7 +27,7 @@ from comfyfleet.worker.journal import Journal, StartedAttempt, stop_orphan
 from comfyfleet.worker.progress_sender import ProgressSender
 from comfyfleet.worker.registration import Registration
 from comfyfleet.worker.servers import HasClientId, MonitoredServer, ReportsConnection, check_all
-from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff
+from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff, wait_within
 from comfyfleet.worker.slots import Outage, Slots
 
 __all__ = ["Agent", "AgentSettings", "AgentState", "AgentStatus"]
@@ -119,9 +118,7 @@ class Agent:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:
@@ -410,9 +407,7 @@ class Agent:
                 if self._registration.offer is None:
                     self._tell(AgentStatus.OFFLINE, f"The worker could not be registered: {error}")
             self._first_verdict.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._tend_now.wait()
+            await wait_within(self._tend_now, wait_s)
 
     async def _turn(self, backoff: Backoff) -> float:
         """Checks the servers once. Returns the seconds until the next check."""

@@ -6,7 +6,6 @@ The connector knows how a job runs; the hub decides what follows. `heartbeat.py`
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
@@ -27,7 +26,7 @@ from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.ports import Connector, InputSource, OutputReceiver, OutputSource, WorkerApi
 from comfyfleet.worker.job_files import TransferRetry, no_source, side_by_side, tidy_up, with_inputs
 from comfyfleet.worker.progress_sender import ProgressBuffer, ProgressSender
-from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
+from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry, wait_within
 
 _log = logging.getLogger(__name__)
 
@@ -78,30 +77,6 @@ class StopReason(Enum):
 
 class AttemptRun:
     """Runs the job in the task that calls `run`: a short job costs no task, timer or future."""
-
-    __slots__ = (
-        "_api",
-        "_connector",
-        "_end",
-        "_hurry",
-        "_interrupter",
-        "_is_occupied",
-        "_is_torn_off",
-        "_last_try_at",
-        "_left",
-        "_outbox",
-        "_progress",
-        "_runner",
-        "_settings",
-        "_started_at",
-        "_stop_reason",
-        "confirmed_at",
-        "is_known_over",
-        "job",
-        "may_wait_elsewhere",
-        "ref",
-        "ttl_s",
-    )
 
     def __init__(
         self,
@@ -250,11 +225,7 @@ class AttemptRun:
     async def _interrupt(self) -> None:
         await self._cancel_on_service()
         assert self._left is not None
-        try:
-            async with asyncio.timeout(self._settings.cancel_settle_s):
-                await self._left.wait()
-        except TimeoutError:
-            pass
+        await wait_within(self._left, self._settings.cancel_settle_s)
         if self._runner is not None:
             self._is_torn_off = True
             self._runner.cancel()
@@ -429,9 +400,7 @@ class AttemptRun:
             return
         if self._hurry is None:
             self._hurry = asyncio.Event()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await self._hurry.wait()
+        await wait_within(self._hurry, pause_s)
 
 
 def _mismatch(job: LeasedJob) -> Failure | None:

@@ -156,7 +156,6 @@ def _difference(file: InputFile, path: Path) -> str | None:
 
 
 def measured(path: Path) -> tuple[int, str]:
-    """Size and SHA-256 of a file."""
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
         return content.tell(), digest

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from comfyfleet.model.calls import HeartbeatReply, ProgressReport
 from comfyfleet.model.fact import ProgressKind
@@ -93,9 +94,9 @@ class ProgressSender:
         """Sends the rest of one lease before its end is reported. Gives up after `flush_s`."""
         if outbox.in_flight is None and not outbox.pending:
             return
-        try:
+        backoff = Backoff(self._settings)
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.flush_s):
-                backoff = Backoff(self._settings)
                 while outbox.in_flight is not None:
                     await asyncio.wait({outbox.in_flight})
                 while outbox.pending:
@@ -103,8 +104,6 @@ class ProgressSender:
                         await self._send([outbox])
                     except Exception:
                         await asyncio.sleep(backoff.next_s())
-        except TimeoutError:
-            pass
 
     def _ring(self) -> None:
         self._timer = None

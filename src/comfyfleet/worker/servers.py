@@ -54,8 +54,6 @@ class FindsByName(Protocol):
 
 
 class MonitoredServer:
-    """One connector and the state of the server behind it."""
-
     def __init__(
         self, connector: Connector, settings: AgentSettings, on_lost: Callable[[], None] = lambda: None
     ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from contextlib import suppress
 from enum import StrEnum
 
 import msgspec
@@ -12,7 +14,6 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: int = 1
-    """How many jobs run at the same time."""
     poll_wait_s: float = 30.0
     command_wait_s: float = 30.0
 
@@ -104,6 +105,13 @@ class Backoff:
 
     def reset(self) -> None:
         self._tries = 0
+
+
+async def wait_within(event: asyncio.Event, seconds: float) -> None:
+    """Returns when the event is set, or after this time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def is_worth_a_retry(error: Exception) -> bool:

@@ -102,7 +102,6 @@ class Slots:
         self.quiet = asyncio.Event()
         """Set while no slot polls, runs or reports."""
         self.instance = ""
-        """As in the registration."""
         self._api = api
         self._worker_id = worker_id
         self._settings = settings
@@ -184,7 +183,6 @@ class Slots:
             self.quiet.clear()
 
     async def _poll(self, poll: Poll, backoff: Backoff) -> tuple[bool, LeasedJob | None]:
-        """Whether there was an answer, and the answer."""
         task = asyncio.current_task()
         assert task is not None
         registration = self._registration()

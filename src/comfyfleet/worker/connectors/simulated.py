@@ -70,8 +70,6 @@ def fails(failure: Failure, times: int | None = None, then: Behaviour | None = N
 
 
 def hangs() -> Behaviour:
-    """Runs until it is cancelled."""
-
     async def behave(job: LeasedJob, report: Reporter) -> JobResult:
         report(ProgressReport(job.ref, ProgressKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
         report(ProgressReport(job.ref, ProgressKind.STARTED))
@@ -118,7 +116,6 @@ class SimulatedConnector:
             behaviour = takes(behaviour, sleep=sleep)
         self._behaviour = behaviour
         self.runs: deque[SimulatedRun] = deque(maxlen=keep_runs)
-        """Only the newest."""
         self.run_count = 0
         self.cancels: deque[LeasedJob] = deque(maxlen=keep_runs)
         self.inventory_count = 0

@@ -83,7 +83,6 @@ class ApiAnswer(msgspec.Struct, frozen=True):
     body: Any
     """Parsed JSON, or else the text."""
     size: int = 0
-    """In bytes."""
 
     @property
     def is_ok(self) -> bool:
@@ -101,8 +100,6 @@ class UploadedImage(msgspec.Struct, frozen=True):
 
 
 class ComfyApi:
-    """The session with one server, from `open` to `close`."""
-
     def __init__(
         self,
         address: ServerAddress,

@@ -74,7 +74,6 @@ def invalid_workflow(error: InvalidWorkflow) -> Failure:
 
 
 def refused_prompt(status: int, body: Any) -> Failure:
-    """For an answer to a submit other than 200."""
     error = body.get("error") if isinstance(body, Mapping) else None
     if isinstance(error, str):
         error = {"message": error}
@@ -154,7 +153,6 @@ def invalid_nodes(
 
 
 def execution_error(data: Mapping[str, Any], vram_gb: float | None = None) -> Failure:
-    """For an exception in a node."""
     exception_type = _text(data.get("exception_type"))
     message = _text(data.get("exception_message")).strip()
     kind, missing = _kind_of_exception(exception_type, message)

@@ -34,8 +34,6 @@ _DEVICE = re.compile(r"^(?:\w+:\d+ )?(?P<name>.*?)(?: : .*)?$")
 
 
 class ServerMachine(msgspec.Struct, frozen=True):
-    """The content of `/system_stats`."""
-
     version: str | None = None
     hardware: Hardware = Hardware()
     free_vram_gb: float | None = None
@@ -123,7 +121,8 @@ def _read(
 ) -> tuple[Service, ServerMachine, NodeCatalog]:
     machine = read_machine(stats)
     models = combo_models(nodes).union(*listings)
-    catalog = read_catalog(nodes, checks_new_style=_checks_new_style(machine.version))
+    is_newer = (parse_version(machine.version) or ()) > _LAST_UNCHECKED
+    catalog = read_catalog(nodes, checks_new_style=is_newer)
     service = Service(
         name="comfyui",
         providers=providers,
@@ -142,10 +141,6 @@ def _signature(catalog: NodeCatalog) -> str | None:
     except (ValueError, OverflowError):
         # Text or numbers that JSON cannot represent: such servers are compared by trying.
         return None
-
-
-def _checks_new_style(version: str | None) -> bool:
-    return (parse_version(version) or ()) > _LAST_UNCHECKED
 
 
 def combo_models(object_info: Mapping[str, Any]) -> set[str]:

@@ -20,6 +20,8 @@ import msgspec
 from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, ComfyApi
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
+log = logging.getLogger(__name__)
+
 FEATURE_FLAGS = '{"type": "feature_flags", "data": {"supports_preview_metadata": true}}'
 """The first message to a server: previews then name their prompt and node."""
 
@@ -94,9 +96,6 @@ def _preview_with_metadata(frame: bytes) -> Message | None:
     node = text_or_none(header.get("display_node_id")) or text_or_none(header.get("node_id"))
     data = {"format": text_or_none(header.get("image_type")) or "application/octet-stream", "node": node}
     return Message("preview", text_or_none(header.get("prompt_id")), data, frame[8 + length :])
-
-
-log = logging.getLogger(__name__)
 
 
 def _is_too_much(frame: aiohttp.WSMessage) -> bool:

@@ -157,7 +157,6 @@ class SentPictures:
 
     @property
     def by_node(self) -> Mapping[str, list[tuple[str, bytes]]]:
-        """Format and content of each picture."""
         return self._pictures
 
     def submitted(self, connection: int | None) -> None:

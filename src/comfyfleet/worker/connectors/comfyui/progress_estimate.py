@@ -109,8 +109,6 @@ def _steps(node: Mapping[str, Any], otherwise: int = 1) -> int:
 
 
 class _Steps:
-    """The steps of a running node."""
-
     __slots__ = ("at", "first", "first_at", "most", "value")
 
     def __init__(self, value: float, most: float, at: float) -> None:

@@ -33,11 +33,9 @@ class PromptState(StrEnum):
 class PromptStatus(msgspec.Struct, frozen=True):
     state: PromptState
     number: float | None = None
-    """The queue number that the server gave the prompt."""
     entry: dict[str, Any] | None = None
     """The history entry of an ended prompt."""
     is_server_idle: bool = False
-    """No prompt is running there."""
     running: str | None = None
     """The prompt that runs while this one waits."""
     is_running_poison: bool = False
@@ -60,8 +58,10 @@ async def look_up(api: ComfyApi, prompt_id: str, *, is_end_told: bool = False) -
 
 
 async def _in_history(api: ComfyApi, prompt_id: str) -> PromptStatus | None:
-    entry = find_in_history(_object(await api.history(prompt_id), "the history"), prompt_id)
-    return None if entry is None else PromptStatus(PromptState.ENDED, _number(entry.get("prompt")), entry)
+    entry = _object(await api.history(prompt_id), "the history").get(prompt_id)
+    if not isinstance(entry, dict):
+        return None
+    return PromptStatus(PromptState.ENDED, _number(entry.get("prompt")), entry)
 
 
 async def prompts_of(api: ComfyApi) -> tuple[frozenset[str], frozenset[str]]:
@@ -110,11 +110,6 @@ def is_poison(graph: Any) -> bool:
         kinds = {each["type"] for entry in error.node_errors.values() for each in entry["errors"]}
         return not kinds.isdisjoint(_POISON)
     return False
-
-
-def find_in_history(history: Mapping[str, Any], prompt_id: str) -> dict[str, Any] | None:
-    entry = history.get(prompt_id)
-    return entry if isinstance(entry, dict) else None
 
 
 def _object(answer: ApiAnswer, what: str) -> dict[str, Any]:

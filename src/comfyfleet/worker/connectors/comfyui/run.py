@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -28,8 +29,6 @@ from comfyfleet.worker.connectors.comfyui.tracker import RunTracker, TrackedProg
 
 
 class PromptExecution:
-    """A running attempt: the `MessageHandler` of its prompt id."""
-
     def __init__(
         self,
         job: LeasedJob,
@@ -108,9 +107,7 @@ class PromptExecution:
         self._look_now = True
         self._wake.set()
 
-    def reconnected(self) -> None:
-        self._look_now = True
-        self._wake.set()
+    reconnected = disconnected
 
     def cancelled(self) -> None:
         """A cancel has begun: nothing may be submitted any more."""
@@ -195,11 +192,9 @@ class PromptExecution:
     async def _sleep(self) -> None:
         if not self._look_now:
             delay_s = max(0.0, self._next_moment() - self._loop.time())
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
         self._wake.clear()
 
     async def _look(self) -> JobResult | Failure | None:

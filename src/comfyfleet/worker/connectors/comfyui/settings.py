@@ -33,7 +33,6 @@ class ComfyUISettings(ServerLimits, frozen=True, kw_only=True):
     request_s: float = 15.0
     """For small requests: queue, history, health."""
     transfer_s: float = 600.0
-    """For uploads and downloads."""
     inventory_s: float = 60.0
     accept_s: float = 60.0
     """For the answer to a submit, unless the attempt has its own limit."""

@@ -32,8 +32,6 @@ MAX_CLASS_NAME = 200
 
 
 class TrackedProgress(msgspec.Struct, frozen=True):
-    """A progress report without its lease."""
-
     kind: ProgressKind
     data: dict[str, Any]
     image: bytes | None = None
@@ -52,8 +50,6 @@ class _Busy:
 
 
 class RunTracker:
-    """Processes the messages of one prompt id in their order."""
-
     def __init__(
         self,
         graph: Mapping[str, Any],
