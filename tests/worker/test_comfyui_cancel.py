@@ -192,7 +192,7 @@ async def test_a_cancelled_task_leaves_at_once_and_nothing_of_it_remains() -> No
         left = [repr(task.get_coro()) for task in asyncio.all_tasks() - before]
         assert not [text for text in left if "ComfyUI." in text or "Submission." in text or "Run." in text]
         assert not connector._runs
-        assert not connector._listening()._ears
+        assert not connector._listening()._handlers
         await connector.cancel_job(attempt.job)
         assert await queue_of(fake, connector) == []
 

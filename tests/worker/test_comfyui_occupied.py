@@ -108,7 +108,7 @@ async def test_a_server_that_ends_the_other_prompt_after_all_is_used_again_and_g
         fake.faults.stall = None
         await eventually(connector.check_health)
         # Another of that length is not suspected any more.
-        assert connector._vitality.patience_s >= 2 * PATIENT.occupied_s
+        assert connector._thread_health.patience_s >= 2 * PATIENT.occupied_s
         await Attempt(connector, leased(picture(), timeouts=START)).result()
 
 

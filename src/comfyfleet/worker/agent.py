@@ -170,7 +170,7 @@ class Agent:
         await self._drained.wait()
 
     async def drained(self) -> None:
-        """Returns when a drain has ended, whoever started it."""
+        """Returns when a drain has ended, by any caller."""
         await self._drained.wait()
 
     async def _drain(self) -> None:

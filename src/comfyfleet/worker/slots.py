@@ -111,7 +111,7 @@ class Slots:
         self._next_begun = next_begun
         self._clear_away = clear_away
         self._outage = outage
-        self._gate = asyncio.Event()
+        self._is_open = asyncio.Event()
         self._parked: set[asyncio.Task[Any]] = set()
         self._recalled: set[asyncio.Task[Any]] = set()
         self._resting = 0
@@ -120,11 +120,11 @@ class Slots:
         self._polls = 0
 
     def open(self) -> None:
-        self._gate.set()
+        self._is_open.set()
 
     def close(self) -> None:
         """Stops polling. Running jobs go on."""
-        self._gate.clear()
+        self._is_open.clear()
         self.recall()
 
     def recall(self) -> None:
@@ -142,7 +142,7 @@ class Slots:
         begun: StartedAttempt | None = None
         turn_ends_at = loop.time() + _LONGEST_TURN_S
         while True:
-            if not self._gate.is_set():
+            if not self._is_open.is_set():
                 await self._rest()
             if begun is None:
                 begun = self._next_begun()
@@ -177,7 +177,7 @@ class Slots:
         if self._resting == self._settings.slots:
             self.quiet.set()
         try:
-            await self._gate.wait()
+            await self._is_open.wait()
         finally:
             self._resting -= 1
             self.quiet.clear()

@@ -62,8 +62,8 @@ class WebSocketWorkerApi(HttpWorkerApi):
         spool: Path | None = None,
     ) -> None:
         super().__init__(url, key, answer_s=answer_s, trust=trust, spool=spool)
-        self._line: _Line | None = None
-        self._connecting: asyncio.Task[_Line] | None = None
+        self._socket: _Socket | None = None
+        self._connecting: asyncio.Task[_Socket] | None = None
         self._calls = 0
         self._backoff = Backoff(_TRIES)
         self._again_at = 0.0
@@ -78,9 +78,9 @@ class WebSocketWorkerApi(HttpWorkerApi):
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
-        line, self._line = self._line, None
-        if line is not None:
-            await line.close()
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            await socket.close()
         await super().close()
 
     async def _send(self, name: str, body: msgspec.Struct, wait_s: float = 0.0) -> bytes | None:
@@ -92,9 +92,9 @@ class WebSocketWorkerApi(HttpWorkerApi):
         frame = _ENCODER.encode(websocket.AgentCall(type_, call_id, content, traceparent()))
         if len(frame) > self._largest:
             return await super()._send(name, body, wait_s)
-        line = await self._connected()
+        socket = await self._connected()
         try:
-            answer = await line.ask(name, call_id, frame, wait_s + self._answer_s)
+            answer = await socket.ask(name, call_id, frame, wait_s + self._answer_s)
         except _TooLarge:
             self._send_less(len(frame))
             # Reports are idempotent, and a poll keeps its id.
@@ -142,31 +142,31 @@ class WebSocketWorkerApi(HttpWorkerApi):
             what,
         )
 
-    async def _connected(self) -> _Line:
-        if self._line is not None and self._line.is_open:
-            return self._line
+    async def _connected(self) -> _Socket:
+        if self._socket is not None and self._socket.is_open:
+            return self._socket
         now = asyncio.get_running_loop().time()
         if self._connecting is None or (self._connecting.done() and now >= self._again_at):
             # All waiting calls share one attempt: the first to give up must not fail the rest.
             # Calls that follow soon share it too, so that not every slot asks a hub that refuses.
             self._again_at = now + self._backoff.next_s()
             self._connecting = asyncio.create_task(self._connect())
-            self._connecting.add_done_callback(_look_at)
+            self._connecting.add_done_callback(_retrieve_exception)
         await asyncio.wait({connecting := self._connecting})
         if connecting.cancelled():
             raise Fault(f"the connection to the hub at {self._url} was closed while it was opened")
         return connecting.result()
 
-    async def _connect(self) -> _Line:
+    async def _connect(self) -> _Socket:
         """Connects to the hub of the last call, or to the next one that answers."""
-        if self._line is not None:
-            await self._line.close()
-            self._line = None
+        if self._socket is not None:
+            await self._socket.close()
+            self._socket = None
         for left in reversed(range(len(self._urls))):
             url = self._url
             try:
-                self._line = await self._connect_to(url)
-                return self._line
+                self._socket = await self._connect_to(url)
+                return self._socket
             except Refusal as refusal:
                 if refusal.code in LEFT_FOR:
                     self._leave(url)
@@ -177,7 +177,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
                     raise
         raise AssertionError("there is a hub")
 
-    async def _connect_to(self, url: str) -> _Line:
+    async def _connect_to(self, url: str) -> _Socket:
         try:
             async with asyncio.timeout(self._answer_s):
                 connection = await self._opened().ws_connect(
@@ -188,15 +188,15 @@ class WebSocketWorkerApi(HttpWorkerApi):
                     timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
                 )
         except aiohttp.WSServerHandshakeError as error:
-            raise await self._unwelcome(url, error) from error
+            raise await self._handshake_error(url, error) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise unreached(error, url) from error
         if connection.protocol != websocket.AGENT_PROTOCOL:
             await connection.close()
             raise Fault(f"{url}/hub does not support agents: use HTTP, or a newer hub")
-        return _Line(connection, self._lost)
+        return _Socket(connection, self._lost)
 
-    async def _unwelcome(self, url: str, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
+    async def _handshake_error(self, url: str, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
         told = f"the hub at {url} refused the WebSocket ({error.status})"
         if self._has_no_key and KINDS[RefusalCode.UNAUTHENTICATED].status == error.status:
             return no_key(url)
@@ -207,7 +207,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         return found if isinstance(found, WrongAddress) else Fault(told)
 
 
-class _Line:
+class _Socket:
     """One connection and the calls that wait on it."""
 
     def __init__(
@@ -222,7 +222,7 @@ class _Line:
         self._sizes: dict[int, int] = {}
         """The message sizes of the waiting calls."""
         self._polls: set[int] = set()
-        self._chores: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._is_over = False
         self._reading = asyncio.create_task(self._read())
 
@@ -264,23 +264,23 @@ class _Line:
         """Tells the hub that the slot is not idle any more. The caller does not wait for it."""
         call = websocket.AgentCall(websocket.WITHDRAW, request_id)
         task = asyncio.create_task(self._connection.send_str(_ENCODER.encode(call).decode()))
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-        task.add_done_callback(_look_at)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(_retrieve_exception)
 
     async def close(self) -> None:
         self._is_leaving = True
-        for task in self._chores:
+        for task in self._background:
             task.cancel()
         with contextlib.suppress(aiohttp.ClientError, OSError):
             await self._connection.close()
-        await asyncio.wait({self._reading, *self._chores})
+        await asyncio.wait({self._reading, *self._background})
 
     async def _read(self) -> None:
         try:
             async for message in self._connection:
                 if message.type is aiohttp.WSMsgType.TEXT:
-                    self._hear(message.data.encode())
+                    self._receive(message.data.encode())
         finally:
             self._is_over = True
             is_size = self._connection.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
@@ -294,7 +294,7 @@ class _Line:
                 is_blamed = is_size and (largest <= _ALWAYS_TAKEN_BYTES or self._sizes[call_id] == largest)
                 answer.set_exception((_TooLarge if is_blamed else Fault)(_LOST))
 
-    def _hear(self, frame: bytes) -> None:
+    def _receive(self, frame: bytes) -> None:
         try:
             said = _ANSWER.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -304,7 +304,7 @@ class _Line:
             answer.set_result(said)
 
 
-def _look_at(task: asyncio.Task[Any]) -> None:
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
     """Retrieves the exception, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

@@ -65,11 +65,11 @@ class ComfyUI:
         self._client_id = ""
         self._runs: dict[str, PromptExecution] = {}
         self._submits: dict[str, asyncio.Task[AcceptedPrompt]] = {}
-        self._chores: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._boot = BootWatch()
         self._losses_seen = 0
         self._machine: ServerMachine | None = None
-        self._vitality = ThreadHealth(self._api, self.settings)
+        self._thread_health = ThreadHealth(self._api, self.settings)
         self._durations = NodeDurations()
         self._unreached: str | None = None
 
@@ -107,10 +107,10 @@ class ComfyUI:
         # Waits a little for submits: after a cut nobody knows whether the prompt arrived.
         if self._submits:
             await asyncio.wait(set(self._submits.values()), timeout=self.settings.close_s)
-        for task in self._chores:
+        for task in self._background:
             task.cancel()
-        if self._chores:
-            await asyncio.wait(set(self._chores))
+        if self._background:
+            await asyncio.wait(set(self._background))
         await listener.close()
         await self._api.close()
 
@@ -119,11 +119,11 @@ class ComfyUI:
     @property
     def defect(self) -> str | None:
         """Why the last check failed, or what a run found wrong. It contains no server address."""
-        return self._vitality.defect or self._unreached
+        return self._thread_health.defect or self._unreached
 
     async def check_health(self) -> bool:
         """Also False while the server answers but its execution thread is dead or occupied."""
-        if self._vitality.is_broken:
+        if self._thread_health.is_broken:
             return False
         self._unreached = None
         try:
@@ -132,7 +132,7 @@ class ComfyUI:
                 self._unreached = not_comfyui(answer.status, answer.body)
                 return False
             listener = self._listening()
-            return not await self._vitality.is_dead(listener.losses, is_listening=listener.is_open)
+            return not await self._thread_health.is_dead(listener.losses, is_listening=listener.is_open)
         except Unreachable as error:
             self._unreached = str(error)
             return False
@@ -169,7 +169,7 @@ class ComfyUI:
             raise fail(FailureKind.UNKNOWN, f"Attempt {job.attempt_id} is already running here.")
         workflow = self._prepare(job, prompt_id)
         # Registered before the first step, so that a cancel always finds it.
-        patience_s = self._vitality.patience_s
+        patience_s = self._thread_health.patience_s
         weights = self._durations.weights(job.workflow_hash, job.workflow)
         run = self._runs[prompt_id] = PromptExecution(
             job, prompt_id, report, self._api, listener, self.settings, patience_s, weights
@@ -188,16 +188,16 @@ class ComfyUI:
             result = await run.with_pictures(result, f"{self.settings.subfolder}/{prompt_id}")
         except ServiceFailed as failed:
             if isinstance(failed, ServiceBusy) and run.ahead is not None:
-                self._vitality.found_occupied(run.ahead, listener.losses)
+                self._thread_health.found_occupied(run.ahead, listener.losses)
             elif failed.failure.kind is FailureKind.DEAD_WORKER:
-                self._vitality.found_dead(prompt_id, listener.losses, failed.failure.message)
+                self._thread_health.found_dead(prompt_id, listener.losses, failed.failure.message)
             raise
         finally:
             listener.detach(prompt_id)
             del self._runs[prompt_id]
             run.close()
         self._boot.remembered = prompt_id
-        self._vitality.found_alive()
+        self._thread_health.found_alive()
         self._durations.learn(job.workflow_hash, job.workflow, result.timings)
         return result
 
@@ -316,13 +316,13 @@ class ComfyUI:
         prompt_id = run.prompt_id
         submission = PromptSubmission(self._api, self.settings, graph, prompt_id, self._client_id)
         # In its own task: a submit that is cut off may still arrive, and nobody would know.
-        task = self._chore(submission.submit(self.settings.accept_s if accept_s is None else accept_s))
+        task = self._start(submission.submit(self.settings.accept_s if accept_s is None else accept_s))
         self._submits[prompt_id] = task
         task.add_done_callback(lambda _: self._submits.pop(prompt_id, None))
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
-            self._chore(self._take_back_when_submitted(prompt_id, task, submission))
+            self._start(self._take_back_when_submitted(prompt_id, task, submission))
             raise
         if task.cancelled():
             raise fail(FailureKind.INTERRUPTED, "The attempt was cancelled while it was submitted.")
@@ -333,7 +333,7 @@ class ComfyUI:
             raise unwanted.failure from unwanted
         except ServiceFailed:
             if submission.may_arrive_late:
-                self._chore(self._sweep(prompt_id))
+                self._start(self._sweep(prompt_id))
             raise
         if accepted.is_fresh and self._boot.numbered(accepted.number, len(self._runs)):
             self._machine = None
@@ -370,7 +370,7 @@ class ComfyUI:
         version = parse_version(self._machine.version) if self._machine is not None else None
         stopped = await stop(self._api, self.settings, prompt_id, version, within_s)
         if stopped.standing.state is PromptState.RUNNING:
-            self._vitality.found_busy(prompt_id, self._listening().losses)
+            self._thread_health.found_busy(prompt_id, self._listening().losses)
         return stopped
 
     async def _stop_all_of(self, prompt_id: str) -> CancelResult:
@@ -400,7 +400,7 @@ class ComfyUI:
                 # It has arrived or will be swept, so the answer of the submit does not matter.
                 submit.cancel()
                 if not stopped.was_seen:
-                    self._chore(self._sweep(prompt_id))
+                    self._start(self._sweep(prompt_id))
                 return stopped
             await asyncio.wait({submit}, timeout=self.settings.cancel_interval_s)
 
@@ -423,7 +423,7 @@ class ComfyUI:
 
     def _sends_too_much(self, words: str) -> None:
         log.warning("%s is not used for %g s: %s", self.server_id, self.settings.broken_s, words)
-        self._vitality.found_broken(words)
+        self._thread_health.found_broken(words)
         # The agent then checks the server and starts no more jobs there.
         self._tell_connection(False)
 
@@ -444,13 +444,13 @@ class ComfyUI:
                 self._restarted()
         self._losses_seen = losses
 
-    def _chore(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chore_done)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
         return task
 
-    def _chore_done(self, task: asyncio.Task[Any]) -> None:
-        self._chores.discard(task)
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.debug("%s: %r", self.server_id, task.exception())

@@ -133,7 +133,7 @@ class WebSocketListener:
         self._client_id = client_id
         self._on_restart = on_restart
         self._on_connection = on_connection
-        self._ears: dict[str, MessageHandler] = {}
+        self._handlers: dict[str, MessageHandler] = {}
         self._executing: str | None = None
         self._reading: asyncio.Task[None] | None = None
         self._open = asyncio.Event()
@@ -147,7 +147,7 @@ class WebSocketListener:
         self.reopened = 0
         self.connections = 0
         """Counts connections; the last one is the current one, if one is open."""
-        self._foreign_sign: tuple[str, float] | None = None
+        self._last_other_prompt: tuple[str, float] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_listening(), name=f"listen {self._api.address.server_id}")
@@ -158,19 +158,19 @@ class WebSocketListener:
             task.cancel()
             await asyncio.wait({task})
 
-    def attach(self, prompt_id: str, ear: MessageHandler) -> None:
-        self._ears[prompt_id] = ear
+    def attach(self, prompt_id: str, handler: MessageHandler) -> None:
+        self._handlers[prompt_id] = handler
         self._hurry.set()
 
     def detach(self, prompt_id: str) -> None:
-        self._ears.pop(prompt_id, None)
+        self._handlers.pop(prompt_id, None)
 
     def listens_for(self, prompt_id: str) -> bool:
-        return prompt_id in self._ears
+        return prompt_id in self._handlers
 
     def foreign_sign_at(self, prompt_id: str) -> float | None:
         """When another client's prompt last sent a message: prompts without a client id send to everybody."""
-        sign = self._foreign_sign
+        sign = self._last_other_prompt
         return sign[1] if sign is not None and sign[0] == prompt_id else None
 
     @property
@@ -218,7 +218,7 @@ class WebSocketListener:
                     await self._hurry.wait()
             longest_s = self._settings.reconnect_max_s
             # During a run the WebSocket is tried at least as often as the prompt is looked up.
-            delay_s = min(delay_s * 2, min(longest_s, self._settings.poll_s) if self._ears else longest_s)
+            delay_s = min(delay_s * 2, min(longest_s, self._settings.poll_s) if self._handlers else longest_s)
 
     async def _listen_once(self, *, had_failures: bool) -> None:
         async with asyncio.timeout(self._settings.connect_s):
@@ -261,8 +261,8 @@ class WebSocketListener:
         is_back, self._is_lost = self._is_lost, False
         if is_back:
             self._on_connection(True)
-        for ear in list(self._ears.values()):
-            ear.reconnected()
+        for handler in list(self._handlers.values()):
+            handler.reconnected()
 
     def _closed(self) -> None:
         if self._reading is not None and not self._is_reopening:
@@ -275,8 +275,8 @@ class WebSocketListener:
         self._open.clear()
         if self._is_lost and was_open and self._task is not None:
             self._on_connection(False)
-            for ear in list(self._ears.values()):
-                ear.disconnected()
+            for handler in list(self._handlers.values()):
+                handler.disconnected()
 
     async def _deliver(self, frame: aiohttp.WSMessage) -> None:
         if frame.type is aiohttp.WSMsgType.TEXT:
@@ -296,7 +296,7 @@ class WebSocketListener:
     def _too_much(self) -> None:
         words = f"its WebSocket sends messages of more than {self._settings.max_message_bytes} bytes"
         log.warning("%s: %s", self._api.address.server_id, words)
-        if not self._ears:
+        if not self._handlers:
             # During our run it may be an output of that run, which goes on without the WebSocket.
             self._api.on_too_much(words)
 
@@ -311,12 +311,12 @@ class WebSocketListener:
             self._executing = None
         elif message.kind in ("execution_start", "executing", "progress", "progress_state"):
             self._executing = prompt_id
-        ear = self._ears.get(prompt_id)
-        if ear is None:
-            self._foreign_sign = prompt_id, asyncio.get_running_loop().time()
+        handler = self._handlers.get(prompt_id)
+        if handler is None:
+            self._last_other_prompt = prompt_id, asyncio.get_running_loop().time()
             return
         try:
-            ear.hear(message)
+            handler.hear(message)
         except Exception:
             # Custom nodes send anything: one bad message must not end the listener.
             log.warning("ignored a %s message of prompt %s", message.kind, prompt_id, exc_info=True)
