@@ -54,8 +54,8 @@ def test_a_defect_in_the_hubs_log_is_noticed_and_a_senders_fault_is_none(tmp_pat
     thrower = Thrower(hub, None)  # type: ignore[arg-type]
     hub.said.write_text(
         "2026-11-15 17:07:57,787 WARNING uvicorn.error: Invalid HTTP request received.\n"
-        "2026-11-15 17:07:57,788 INFO comfyfleet.hub.http.uvicorn_logging: a connection was given up "
-        "(UnicodeDecodeError)\n"
+        "2026-11-15 17:07:57,788 INFO comfyfleet.hub.http.uvicorn_logging: connection closed: the client left "
+        "or violated the protocol (UnicodeDecodeError)\n"
     )
     thrower.check(7)
     assert thrower.wrong == []

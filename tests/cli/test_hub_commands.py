@@ -193,7 +193,7 @@ def test_the_same_reference_is_the_same_job(run: Run, workflow: Path) -> None:
         (json.dumps(graph()), ("--set", "1.text=x"), 2, "no input 'text'"),
         (json.dumps(graph()), ("--metadata", "x"), 2, "NAME=VALUE"),
         (json.dumps(graph()), ("--priority", "1001"), 2, "--priority"),
-        (json.dumps(graph()), ("--key", "cfk_0_0"), 3, "the key is not good"),
+        (json.dumps(graph()), ("--key", "cfk_0_0"), 3, "the key is not valid"),
         (json.dumps(graph()), ("--hub", "http://127.0.0.1:9"), 4, "cannot reach the hub"),
         (json.dumps(graph()), ("--hub", "nonsense"), 2, "is not the address of a hub"),
     ],
@@ -221,7 +221,7 @@ def test_of_several_files_the_one_that_cannot_be_read_is_named(
     assert ended.code == 2 and f"{workflow}: the workflow has no node '10'" in ended.errors
     wrong.write_text('{"nodes": [{"id": 1, "type": "X"}], "links": []}')
     ended = run("submit", wrong, "--key", "cfk_0_0")
-    assert ended.errors.startswith("Error: the key is not good"), "that is no fault of the file"
+    assert ended.errors.startswith("Error: the key is not valid"), "that is no fault of the file"
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_a_key_in_the_data_folder_that_is_another_hubs_is_told_and_an_open_hub_n
     file = write_hub(tmp_path, LocalHub(hub.url, "cfk_of_another"))
     refused = run("jobs")
     assert refused.code == 3 and f"the key in {file} is not good at {hub.url}" in refused.errors
-    assert "the key is not good" in run("jobs", "--key", "cfk_mine").errors, (
+    assert "the key is not valid" in run("jobs", "--key", "cfk_mine").errors, (
         "one that was named is not left out"
     )
     with hub_with_a_worker(is_open=True) as other:
@@ -493,4 +493,4 @@ def test_blocks_are_listed_and_lifted(run: Run) -> None:
     assert run("blocks").output == "nothing is blocked\n"
     assert run("blocks", "list", "--json").json == []
     ended = run("blocks", "lift", "*", "0123@acme")
-    assert (ended.code, ended.errors) == (3, "Error: worker '*' is not kept from '0123@acme'\n")
+    assert (ended.code, ended.errors) == (3, "Error: worker '*' has no block on '0123@acme'\n")

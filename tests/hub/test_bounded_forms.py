@@ -143,7 +143,7 @@ async def test_all_forms_on_their_way_through_the_disk_are_bounded_together(
         refused = await send(rig, form(b"x" * 3 * PIECE))
         assert (refused.status, refused.code) == (503, "unavailable")
         assert refused.body["retry_after_s"] > 0
-        assert "half of it for one tenant" in refused.body["detail"]
+        assert "half of that for one tenant" in refused.body["detail"]
         # What is small takes none of it, and another tenant has its own half: there the storage is away.
         assert "reached" in (await send(rig, form(b"x" * 1_000))).body["detail"]
         assert "reached" in (await send(rig, form(b"x" * 3 * PIECE), role=Role.ADMIN)).body["detail"]

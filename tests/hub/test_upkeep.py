@@ -96,7 +96,7 @@ async def test_a_duty_that_fails_keeps_no_other_from_being_done(caplog: pytest.L
     maintenance = HubMaintenance({"files": away, "entries": broken, "others": fine}, every_s=0.001)
     await maintenance.tidy()
     assert done == ["fine"]
-    assert "old files could not be forgotten; it is tried again: the disk is gone" in caplog.text
+    assert "cannot delete old files; will try again: the disk is gone" in caplog.text
     assert "a mistake of ours" in caplog.text
     maintenance.start()
     maintenance.start()

@@ -1,7 +1,6 @@
-"""The composition: an engine and its parts behind one ASGI application.
+"""The hub as one ASGI application: it composes the handlers, streams and background jobs around an engine.
 
-The engine belongs to whoever made it and is open before the hub and after. `hub/http/server.py` puts the
-application on a port.
+The caller opens and closes the engine. `hub/http/server.py` serves the application on a port.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ from comfyfleet.wire.routes import ROUTES
 
 
 class Hub:
-    """`is_open`: whoever asks from this machine without a key is an administrator. `legacy_websocket`: whether callers
-    and monitors are still served over the WebSocket; workers always are. `guard` stands before every URL that is called
-    for somebody. `tenant_services`: tenants that an operator set up; by default those of the store, in no pool. `shred`
-    makes what is sealed for a tenant unreadable for good. `proxies` are believed whom they speak for."""
+    """With `is_open`, a request from this machine needs no key and has the role of an administrator.
+    `legacy_websocket` says whether callers and monitors may use the WebSocket; workers always may. `guard` checks
+    every URL that the hub calls for a tenant. `tenant_services` defaults to tenants without their own database.
+    `shred` makes the encrypted data of a tenant unreadable for good. `proxies` may set the sender's address."""
 
     def __init__(
         self,
@@ -82,23 +81,23 @@ class Hub:
         self._proxies = proxies or TrustedProxies()
         self.is_open = is_open
         self.keys = Keys(documents, clock)
-        kept = retention or Retention()
+        retention = retention or Retention()
         keep_s: dict[Kind, float] = {
-            "operations": kept.audit_days * DAY_S,
-            "jobs": kept.audit_jobs_days * DAY_S,
+            "operations": retention.audit_days * DAY_S,
+            "jobs": retention.audit_jobs_days * DAY_S,
         }
         self.audit = AuditLog(documents, clock, SystemRandom(), keep_s)
         self._worker_log = WorkerLog(engine, documents, self.audit)
         self.limits = limits or HubLimits()
         self._is_stopping = False
-        self._rooms, self._fleet = JobChannels(engine), FleetFeed(engine)
+        self._channels, self._fleet = JobChannels(engine), FleetFeed(engine)
         self.places = places = ConnectionLimits(self.limits)
         metrics = Metrics(places, version_here())
         engine.measured_by(metrics.wrote)
-        self._streams = StreamHandlers(engine, self._rooms, self._fleet, places, self.limits.beat_s)
+        self._streams = StreamHandlers(engine, self._channels, self._fleet, places, self.limits.beat_s)
         guard, ledger, webhooks = guard or UrlGuard(), WebhookOutbox(documents), Webhooks(documents, clock)
         sender = WebhookSender(engine, ledger, webhooks, guard, SystemRandom())
-        self._delivering = WebhookDispatcher(
+        self._webhook_dispatcher = WebhookDispatcher(
             engine,
             ledger,
             webhooks,
@@ -111,14 +110,14 @@ class Hub:
         self._key_watch = RevocationWatch(self.keys, places, keyed, self.limits.beat_s)
         tenant_services = tenant_services or TenantServices(engine.store, clock, {})
         tenants, pools = tenant_services.tenants, tenant_services.pools
-        tenant_maintenance = {
-            "entries of the audit log": self.audit.tidy,
-            "records of tenants": tenant_services.forgetting.tidy,
-            "notes on workers": self._worker_log.tidy,
+        cleanups = {
+            "audit log entries": self.audit.tidy,
+            "tenant records": tenant_services.forgetting.tidy,
+            "worker notes": self._worker_log.tidy,
         }
         if assets is not None:
-            tenant_maintenance["files"] = assets.tidy
-        self.maintenance = HubMaintenance(tenant_maintenance)
+            cleanups["files"] = assets.tidy
+        self.maintenance = HubMaintenance(cleanups)
         shares = FairShareSync(engine.store.shares)
         engine.judged_by(
             TermsAdmission(tenants, pools, documents, engine.clock, is_shared=engine.store.is_shared)
@@ -147,7 +146,7 @@ class Hub:
             **JobHandlers(engine, assets, inputs).bound(),
             **DeleteHandlers(engine, tenant_services.homes).bound(),
             **FileHandlers(engine, assets).bound(),
-            **WebhookHandlers(engine, webhooks, ledger, guard, sender, self._delivering.wake).bound(),
+            **WebhookHandlers(engine, webhooks, ledger, guard, sender, self._webhook_dispatcher.wake).bound(),
             **self._streams.bound(),
             **FleetHandlers(engine, stats).bound(),
             **workers.bound(),
@@ -161,7 +160,7 @@ class Hub:
             **health.bound(),
         }
         self._bodies = LargeBodies(self.limits)
-        self._door = RequestPipeline(
+        self._pipeline = RequestPipeline(
             ROUTES,
             handlers,
             credentials,
@@ -174,7 +173,7 @@ class Hub:
         )
         self._sockets = WebSocketServer(
             engine,
-            self._rooms,
+            self._channels,
             self._fleet,
             credentials,
             self.limits,
@@ -188,28 +187,27 @@ class Hub:
 
     @property
     def watchers(self) -> int:
-        """Streams that are open now."""
+        """Number of open streams."""
         return self._streams.watchers
 
     @property
     def sockets(self) -> int:
-        """WebSockets that are open now."""
+        """Number of open WebSockets."""
         return len(self._sockets)
 
     @property
     def in_flight(self) -> int:
-        """Requests that are being answered now, parked ones among them."""
-        return self._door.in_flight
+        """Number of requests in progress, parked ones included."""
+        return self._pipeline.in_flight
 
     @property
     def rooms(self) -> int:
-        """Jobs that somebody watches now."""
-        return len(self._rooms)
+        """Number of jobs that clients watch."""
+        return len(self._channels)
 
     def start(self) -> None:
-        """Facts go out to their receivers from now on, and open connections are asked for their keys. Can be called
-        twice."""
-        self._delivering.start()
+        """Starts the background jobs. Can be called twice."""
+        self._webhook_dispatcher.start()
         self._key_watch.start()
         self._tenant_maintenance.start()
         self.unrunnable.start()
@@ -217,8 +215,8 @@ class Hub:
         self._worker_log.start()
 
     async def finish(self) -> None:
-        """After `stop`: nothing of the hub runs any more. Can be called twice."""
-        await self._delivering.close()
+        """Ends the background jobs; call `stop` first. Can be called twice."""
+        await self._webhook_dispatcher.close()
         await self._key_watch.close()
         await self._tenant_maintenance.close()
         await self.unrunnable.close()
@@ -228,25 +226,24 @@ class Hub:
         self._bodies.close()
 
     def stop(self) -> None:
-        """Answers whoever is parked and ends every stream, so that nobody keeps the server from ending. Can be called
-        twice."""
+        """Answers parked requests and ends every stream, so that the server can end. Can be called twice."""
         self._is_stopping = True
         self._streams.close()
         self._sockets.close()
-        self._rooms.close()
+        self._channels.close()
         self._fleet.close()
-        self._door.close()
+        self._pipeline.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
             case "http":
-                await self._door(self._proxies.with_sender(scope), receive, send)
+                await self._pipeline(self._proxies.with_sender(scope), receive, send)
             case "websocket":
                 await self._sockets(self._proxies.with_sender(scope), receive, send)
             case "lifespan":
-                await self._live(receive, send)
+                await self._lifespan(receive, send)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":

@@ -1,11 +1,7 @@
-"""The operators' handlers: the queue, the dead letter, the workers, the blocks.
+"""Handlers for operators: queue, dead letter, workers, blocks.
 
-Workers as a caller sees them: all of them with everything, or to a key of one tenant those that work for it.
-
-The queue as a key of one tenant sees it: its newest jobs, counted. Nobody else's are in the figures.
-
-Stores count all jobs together. What belongs to one tenant is counted from its list, up to a bound and not more often
-than every few seconds, so that asking costs no more than a look at the list.
+A key of one tenant sees the workers that serve it and counts of its own newest jobs. Stores count all tenants
+together, so `TenantQueueStats` counts from the tenant's job list, up to a bound and at most every few seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ async def workers_seen(engine: Engine, caller: Caller) -> list[answers.WorkerDet
 
 
 async def blocks_of(engine: Engine, caller: Caller, worker_id: WorkerId) -> list[float]:
-    """When each block of a workflow on this worker ends, of those that the caller may know."""
+    """The end times of the blocks on this worker that the caller may see."""
     return (await _block_ends(engine, caller)).get(worker_id, [])
 
 
@@ -67,7 +63,7 @@ def with_blocks(found: answers.WorkerDetails, ends: list[float]) -> answers.Work
 
 
 def may_see(worker: WorkerRecord, leases: list[Dispatch], caller: Caller) -> bool:
-    """One that runs a job of the tenant stands in that job by its name."""
+    """A tenant also sees a worker that runs its job: the job names the worker."""
     is_known = is_known_to(worker.capabilities.tenant_access, caller.scope)
     return is_known or any(caller.sees(lease.tenant) for lease in leases)
 
@@ -76,7 +72,7 @@ def details(worker: WorkerRecord, leases: list[Dispatch], caller: Caller) -> ans
     found = answers.worker(worker, leases)
     if caller.scope is None:
         return found
-    # A viewer of one tenant sees that a worker is busy, not with whose jobs, nor whom else it serves.
+    # A viewer of one tenant sees that a worker is busy, but not the jobs and names of other tenants.
     alone = TenantAccess(worker.capabilities.tenant_access.isolation)
     return msgspec.structs.replace(
         found,
@@ -99,13 +95,13 @@ class _Counted(msgspec.Struct, frozen=True):
 
 class TenantQueueStats:
     def __init__(self, engine: Engine, now: Callable[[], float]) -> None:
-        """`now` is a clock that only goes forward."""
+        """`now` is a monotonic clock."""
         self._engine = engine
         self._now = now
         self._known: dict[TenantId, tuple[float, asyncio.Task[_Counted]]] = {}
 
     async def of(self, scope: TenantId | None) -> StatsBody:
-        """`scope` is the only tenant that the caller sees. None: it sees all of them."""
+        """`scope`: the only tenant that the caller sees; None for all tenants."""
         engine = self._engine
         is_paused = await engine.store.is_queue_paused()
         if scope is None:
@@ -143,7 +139,7 @@ class TenantQueueStats:
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
         try:
-            # Shielded: others wait for the same count.
+            # Shielded: other requests await the same count.
             return await asyncio.shield(counting)
         except Exception:
             self._known.pop(tenant, None)
@@ -254,7 +250,7 @@ class FleetHandlers:
         if worker.is_offline:
             raise Refusal(
                 RefusalCode.NOT_FOUND,
-                f"worker {worker.worker_id!r} is offline: it looks when it is back",
+                f"worker {worker.worker_id!r} is offline; it refreshes when it reconnects",
             )
         await self._engine.refresh_worker(worker.worker_id)
         return await self.get_worker(call)
@@ -294,7 +290,7 @@ class FleetHandlers:
     async def lift_block(self, call: HubRequest[None]) -> Reply:
         worker_id, target = call.parameters["worker_id"], call.parameters["target"]
         if not await self._engine.unblock(WorkerId(worker_id), target):
-            raise Refusal(RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not kept from {target!r}")
+            raise Refusal(RefusalCode.NOT_FOUND, f"worker {worker_id!r} has no block on {target!r}")
         return Reply(204)
 
     async def _known(self, call: HubRequest[None]) -> WorkerRecord:
@@ -305,7 +301,7 @@ class FleetHandlers:
         raise _no_worker(worker_id)
 
     async def _may_see(self, block: Block, caller: Caller) -> bool:
-        """A block that keeps one job off a worker names the job, and what one tenant's jobs met is that tenant's."""
+        """A block on one job names the job; only its tenant may see it."""
         if caller.scope is None:
             return True
         if not block.names_job:

@@ -1,6 +1,6 @@
-"""Whether the process lives, whether it serves, and what it speaks.
+"""Health routes and the OpenAPI document.
 
-It serves if its store can be written, and that is tried: a disk that is full still answers whoever only reads.
+A hub is ready if it can write to its store. It tries: a store on a full disk still answers reads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _LOG = logging.getLogger(__name__)
 _STORE_ANSWERS_WITHIN_S = 2.0
 _TRIED_EVERY_S = 5.0
 _FAILED_EVERY_S = 1.0
-"""So often at most is it written, however many ask."""
+"""Shortest time between two test writes after a success and after a failure."""
 
 COLLECTION = "health"
 _NAME = "tried"
-_ROOM = "~room"
-_ROOM_BYTES = 60 * 1024
+_SPACE = "~room"
+_SPACE_BYTES = 60 * 1024
 
 
 class HealthHandlers:
@@ -42,9 +42,9 @@ class HealthHandlers:
         self._store = store
         self._documents = documents
         self._clock = clock
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._next_try_at = self._tried_at = float("-inf")
-        self._wrong = ""
+        self._problem = ""
         self._is_stopping = is_stopping
         self._version = version_here()
         self._document = document(routes, self._version)
@@ -56,47 +56,47 @@ class HealthHandlers:
         return Reply(200, HealthBody("ok", self._version))
 
     async def ready(self, call: HubRequest[None]) -> Reply:
-        """Ready means that a job can be taken and kept."""
+        """Ready means that the hub can accept and store a job."""
         if self._is_stopping():
             return Reply(503, HealthBody("stopping", self._version), {"retry-after": "1"})
-        wrong = await self._told(self._store.now()) or await self._tried()
-        if wrong:
-            return Reply(503, HealthBody("failing", self._version, wrong), {"retry-after": "1"})
+        problem = await self._attempt(self._store.now()) or await self._check_writable()
+        if problem:
+            return Reply(503, HealthBody("failing", self._version, problem), {"retry-after": "1"})
         return Reply(200, HealthBody("ok", self._version))
 
-    async def _tried(self) -> str:
-        """What is wrong with the store; empty if it was written a moment ago."""
-        async with self._turn:
+    async def _check_writable(self) -> str:
+        """The problem with the store, or "" after a successful test write."""
+        async with self._lock:
             now = self._clock.now()
-            # A clock that was set back must not keep an old answer alive.
+            # If the clock was set back, the last result is too old.
             if not 0 <= self._next_try_at - now <= _TRIED_EVERY_S:
-                self._wrong = await self._told(self._write(b"%.0f" % now))
+                self._problem = await self._attempt(self._write(b"%.0f" % now))
                 self._tried_at = self._clock.now()
-                self._next_try_at = self._clock.now() + (_FAILED_EVERY_S if self._wrong else _TRIED_EVERY_S)
-            return self._wrong
+                self._next_try_at = self._clock.now() + (_FAILED_EVERY_S if self._problem else _TRIED_EVERY_S)
+            return self._problem
 
     async def _write(self, body: bytes) -> None:
-        """A few bytes, and as much as a job takes: a store that may not grow still changes what it has."""
+        """Writes a few bytes and then as many as a job takes: a full store may still overwrite what it has."""
         await self._documents.put(COLLECTION, _NAME, body, version=None)
-        await self._documents.put(COLLECTION, _ROOM, bytes(_ROOM_BYTES), version=None)
-        await self._documents.remove(COLLECTION, _ROOM)
+        await self._documents.put(COLLECTION, _SPACE, bytes(_SPACE_BYTES), version=None)
+        await self._documents.remove(COLLECTION, _SPACE)
 
     def suspect(self) -> None:
-        """Somebody met a fault: what was found before counts for a second more."""
+        """A request met a fault: test the store again within a second."""
         self._next_try_at = min(self._next_try_at, self._tried_at + _FAILED_EVERY_S)
 
-    async def _told(self, asked: Awaitable[object]) -> str:
-        """What the store says to it; empty: it was done."""
+    async def _attempt(self, call: Awaitable[object]) -> str:
+        """The error of the call, or "" if it succeeded."""
         try:
             async with asyncio.timeout(_STORE_ANSWERS_WITHIN_S):
-                await asked
+                await call
         except Fault as fault:
             return str(fault)
         except TimeoutError:
             return f"the store does not answer within {_STORE_ANSWERS_WITHIN_S:.0f} s"
         except Exception as error:
-            _LOG.exception("the store cannot be asked")
-            return f"the store cannot be asked: {type(error).__name__}"
+            _LOG.exception("the store cannot be reached")
+            return f"the store cannot be reached: {type(error).__name__}"
         return ""
 
     async def openapi(self, call: HubRequest[None]) -> Reply:

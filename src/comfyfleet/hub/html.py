@@ -1,6 +1,6 @@
-"""The hub's pages as text: made from values, every word of others escaped. No script, nothing from elsewhere.
+"""The hub's HTML pages as text. All foreign text is escaped; there is no script and nothing from other hosts.
 
-Who may see a page, and where its values come from, is `pages.py`'s.
+`pages.py` decides who may see a page and supplies its values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _BAD = frozenset({"offline", "failed"})
 def status_page(
     stats: StatsBody, workers: Sequence[WorkerBody] | None, jobs: Sequence[JobBody], now: float, version: str
 ) -> str:
-    """`workers` is None for whoever may not see them."""
+    """`workers` is None if the caller may not see them."""
     counts = "".join(
         f"<div><dt>{name.replace('_', ' ')}</dt><dd>{getattr(stats, name)}</dd></div>" for name in _COUNTS
     )
@@ -70,9 +70,7 @@ def status_page(
     parts.append(
         _table(("job", "status", "priority", "worker", "submitted", "last error"), map_jobs(jobs, now))
     )
-    parts.append(
-        f"<p><small>ComfyFleet {escape(version)} · <a href=/openapi.json>the protocol</a></small></p>"
-    )
+    parts.append(f"<p><small>ComfyFleet {escape(version)} · <a href=/openapi.json>OpenAPI</a></small></p>")
     return _page("".join(parts), refresh=True)
 
 
@@ -104,15 +102,15 @@ def _ago(at: float, now: float) -> str:
 
 
 def refusal_page(answered: ProblemAnswer) -> str:
-    """For a browser: what is wrong and, where a key is missing, how to give one."""
+    """The error and, if the key is missing, how to enter one."""
     body = answered.body
     parts = [f"<h1>{escape(str(body['title']))}</h1>"]
     if answered.status != 401:
         parts.append(f"<p>{escape(str(body.get('detail', '')))}</p>")
     else:
         parts.append(
-            "<p>Load this page again, and put in any user name and, as password, a key that may look, such as the one "
-            "that the hub printed at its first start.</p>"
+            "<p>Reload this page. Enter any user name and, as the password, a key that may view the fleet, such as "
+            "the one that the hub printed at its first start.</p>"
         )
     return _page("".join(parts), refresh=False)
 
@@ -122,7 +120,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     if not body:
         return "<p>None.</p>"
-    # A telephone scrolls it sideways, where it would otherwise break every word.
+    # A phone scrolls the table sideways instead of breaking every word.
     return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 

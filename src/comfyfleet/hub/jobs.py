@@ -1,11 +1,6 @@
-"""The callers' handlers: submit, look, list, cancel, retry, pause, priority, explain.
+"""Handlers for callers: submit, read, list, cancel, retry, pause, change priority, explain, delete.
 
-A job of another tenant is not there at all. What a body means is `wire/`'s; what happens to a job is the engine's.
-
-The handler that forgets a job: in its tenant's database where it lies apart, then in the store.
-
-In this order: what the store has forgotten nobody deletes a second time, and a record that stayed behind would keep its
-reference.
+A job of another tenant answers `not_found`. `wire/` decodes the bodies; the engine decides what happens to a job.
 """
 
 from __future__ import annotations
@@ -47,20 +42,17 @@ from comfyfleet.wire.status_names import parse_status, status_name
 _LOG = logging.getLogger(__name__)
 
 _BATCH_SIZE = 50
-"""Jobs of a batch that are begun together; others get their turn between. A store writes in one group what has come
-while it wrote the last."""
+"""Jobs of a batch that start together before other requests get their turn."""
 
 _PART_BYTES = 2 * 1024 * 1024
-"""Of a batch, so much is decoded at a time: decoded it may take thirty times as much."""
-_NO_MATTER = sys.maxsize
+"""Bytes of a batch that are decoded at a time: decoded they may take thirty times as much."""
+_ANY_DEPTH = sys.maxsize
 
 _KEY = re.compile(r"[\x21-\x7e]{1,200}")
 _ITEM = bodies.SubmitDecoder()
 
 
 class _Item(NamedTuple):
-    """A job of a batch."""
-
     body: bodies.RawSubmitBody | Refusal
     size: int
 
@@ -104,24 +96,24 @@ class JobHandlers:
         self, asked: Callable[[], Submission], traceparent: str | None, *, is_large: bool
     ) -> answers.SubmittedBody:
         submission = await asyncio.to_thread(asked) if is_large else asked()
-        # With it goes the text of the body.
+        # It holds the text of the body.
         del asked
         submitted = await self._inputs.submit(submission, is_large=is_large)
         if _LOG.isEnabledFor(logging.INFO):
             with about(job_id=submitted.job_id, traceparent=traceparent_of(submitted.job_id, traceparent)):
-                _LOG.info("submitted%s", ", as it was before" if submitted.is_repeat else "")
+                _LOG.info("submitted%s", " before; this is a repeat" if submitted.is_repeat else "")
         return answers.submitted(submitted)
 
     async def submit_batch(self, call: HubRequest[bodies.BatchBody]) -> Reply:
         key, jobs = _idempotency_key(call.headers), call.given.jobs
         items: list[answers.BatchItem] = []
-        # Where other processes fill the same queue, whatever is under way together may go beyond its brim.
+        # If other processes fill the same queue, jobs in flight together may exceed its capacity.
         most = _BATCH_SIZE if self._engine.store.is_shared else len(jobs)
         async for part in _parts(jobs, most):
             under_way: list[asyncio.Task[answers.BatchItem]] = []
             async with asyncio.TaskGroup() as group:
                 for number, item in enumerate(part, len(items)):
-                    # Each has a key of its own, so that a batch that was half done is finished by its repeat.
+                    # Each job has its own key, so a repeat completes a batch that was interrupted.
                     own_key = None if key is None else f"{key}/{number}"
                     one = self._submit_one(item, call.caller, own_key, call.traceparent)
                     under_way.append(group.create_task(one))
@@ -139,7 +131,7 @@ class JobHandlers:
         try:
             if isinstance(body, Refusal):
                 raise body
-            # A reference makes a job repeatable by itself.
+            # A reference already makes a job repeatable.
             own_key = key if _own_reference(body) is None else None
             is_large = item.size > PIECE_BYTES
             asked = partial(_submission, body, caller, own_key, traceparent, is_large)
@@ -147,7 +139,7 @@ class JobHandlers:
         except Exception as error:
             incident = ""
             if not isinstance(error, Refusal | Fault):
-                # Of this job alone: the others are told what became of them.
+                # Only this job failed; the other jobs get their own answers.
                 incident = secrets.token_hex(8)
                 _LOG.exception("incident %s: a job of a batch failed", incident)
             answered = answer_to(error, incident=incident)
@@ -158,11 +150,11 @@ class JobHandlers:
         workflow, is_large = call.given.workflow, call.is_large
         if is_editor_workflow(workflow):
             workflow, is_large = await self._engine.convert(workflow, call.caller.owner), True
-        # A graph already, it is answered as it is, and what is wrong with it is told as at a submission.
+        # The answer for a graph is the graph itself, after the same checks as a submission.
         checked = await asyncio.to_thread(check_workflow, workflow) if is_large else check_workflow(workflow)
         return Reply(200, bodies.ConvertBody(checked.to_graph()))
 
-    # look
+    # read
 
     async def list_jobs(self, call: HubRequest[bodies.ListQuery]) -> Reply:
         query = call.given
@@ -202,10 +194,10 @@ class JobHandlers:
         return Reply(200 if phase.is_final else 202, body)
 
     async def _linked(self, job: Job) -> JobResult | None:
-        """Files that were uploaded come with a link that is good for a short while."""
+        """Uploaded files get a link that is valid for a short time."""
         if job.result is None:
             return None
-        # Once more: a worker that has the store alone writes its result itself.
+        # Made safe again: a direct worker writes its result to the store itself.
         result, files = await made_safe(job.result), []
         for file in result.files:
             record = None
@@ -218,8 +210,8 @@ class JobHandlers:
         return msgspec.structs.replace(result, files=tuple(files))
 
     async def explain(self, call: HubRequest[None]) -> Reply:
-        told = await self._engine.explain(await self._mine(call), call.caller.scope)
-        return Reply(200, msgspec.structs.replace(told, id=told.job_id))
+        explanation = await self._engine.explain(await self._mine(call), call.caller.scope)
+        return Reply(200, msgspec.structs.replace(explanation, id=explanation.job_id))
 
     # change
 
@@ -244,8 +236,6 @@ class JobHandlers:
         await self._engine.set_priority(job_id, call.given.priority)
         return Reply(200, answers.details(await self._engine.get(job_id)))
 
-    # whose
-
     async def _mine(
         self, call: HubRequest[None] | HubRequest[bodies.ChangeBody] | HubRequest[bodies.CancelRequest]
     ) -> JobId:
@@ -263,7 +253,7 @@ def _submission(
     submission = bodies.submission(body, owner_of(body, caller), key, traceparent)
     if not is_large:
         return submission
-    # Nodes that stay text keep all of the body.
+    # Nodes that stay raw text would keep the whole body in memory.
     return msgspec.structs.replace(submission, workflow=decoded_graph(submission.workflow))
 
 
@@ -277,13 +267,13 @@ async def _decoded(raw: msgspec.Raw) -> _Item:
 def _item(raw: msgspec.Raw, size: int) -> bodies.RawSubmitBody | Refusal:
     try:
         if size > PIECE_BYTES:
-            # The batch was weighed as text; of each job the values count, as if it had come alone.
-            check_json(memoryview(raw), _NO_MATTER, LARGE_BYTES)
+            # The whole batch was checked as text; each job is checked by its values, as if sent alone.
+            check_json(memoryview(raw), _ANY_DEPTH, LARGE_BYTES)
         return _ITEM.decode(raw)
     except Refusal as refusal:
         return refusal
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        return Refusal(RefusalCode.INVALID_REQUEST, f"the job is not what is expected: {error}")
+        return Refusal(RefusalCode.INVALID_REQUEST, f"the job is not valid: {error}")
 
 
 def _own_reference(body: bodies.RawSubmitBody) -> str | None:
@@ -291,8 +281,7 @@ def _own_reference(body: bodies.RawSubmitBody) -> str | None:
 
 
 async def _parts(jobs: Sequence[msgspec.Raw], most: int) -> AsyncIterator[list[_Item]]:
-    """What is decoded and under way together: at most so many, and not too large; a job that names one before it comes
-    in a later part than that."""
+    """Groups of jobs to decode and submit together. A job that refers to an earlier one is in a later group."""
     part: list[_Item] = []
     references: set[str | None] = set()
     size = 0
@@ -341,10 +330,11 @@ class DeleteHandlers:
     async def delete(self, call: HubRequest[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         await check_sees(call.caller, self._engine.store, job_id)
-        await self._engine.forget(job_id, self._forget_apart)
+        # The tenant's database first: a record left there would keep its reference, and nobody could delete it.
+        await self._engine.forget(job_id, self._forget_record)
         return Reply(204)
 
-    async def _forget_apart(self, dispatch: Dispatch) -> None:
+    async def _forget_record(self, dispatch: Dispatch) -> None:
         home = await self._homes.of(dispatch.tenant) if dispatch.has_tenant_database else None
         if home is None:
             return
@@ -352,7 +342,7 @@ class DeleteHandlers:
         if not await database.forget_jobs([job_id], float("inf")) and await database.get(job_id) is not None:
             raise Refusal(
                 RefusalCode.UNAVAILABLE,
-                f"job {job_id!r} cannot be deleted just now: its tenant is on its way to another database, or it is "
-                "being taken up again; try again",
+                f"job {job_id!r} cannot be deleted now: its tenant is being moved to another database, or the job is "
+                "being retried; try again",
                 retry_after_s=_RETRY_S,
             )

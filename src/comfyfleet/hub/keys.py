@@ -1,4 +1,4 @@
-"""The administrators' handlers: keys made, listed, rotated, revoked; tokens with which workers enrol; the audit log."""
+"""Handlers for administrators: API keys, enrolment tokens for workers, and the audit log."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class KeyHandlers:
         return Reply(200, wire.view(key))
 
     async def _end(self, key_id: str, worker_id: WorkerId | None) -> None:
-        """Connections first: whoever is cut off does not register again with what is left of them."""
+        """Ends the connections first, so that a worker cannot register again over one of them."""
         self._credentials.forget(key_id)
         self._places.end(key_id)
         await self._workers.end(key_id, worker_id)

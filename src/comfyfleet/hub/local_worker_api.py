@@ -1,10 +1,7 @@
-"""The workers' door for agents in the hub's own process: the engine itself, and the hub's files beside it.
+"""The worker API for agents in the hub's own process: the engine plus the hub's files.
 
-Agents far away have the same over HTTP (`worker/transports/http.py`); an agent on an engine alone moves no files.
-
-What a worker reported, made safe for callers: small reports at once, large ones beside the event loop.
-
-A report may hold some hundred thousand values. Looking through them takes seconds, in which nobody else must wait.
+Remote agents use `worker/transports/http.py`. The functions at the end make worker reports safe for callers; large
+reports are processed in a thread, because they would block the event loop for seconds.
 """
 
 from __future__ import annotations
@@ -102,9 +99,9 @@ class LocalWorkerApi:
             path = Path(folder) / "output"
             await source.save(file, path)
             size, digest = await asyncio.to_thread(_measure, path)
-            said = output_body(file.filename, size, digest)
-            desk = JobOutputFiles(self._engine, self._assets)
-            (record,) = await desk.announce(await desk.leased(ref), ref, (said,))
+            body = output_body(file.filename, size, digest)
+            outputs = JobOutputFiles(self._engine, self._assets)
+            (record,) = await outputs.announce(await outputs.leased(ref), ref, (body,))
             await self._assets.receive(record, _pieces(path))
             return await self._completed(record.file_id)
 
@@ -113,7 +110,7 @@ class LocalWorkerApi:
             try:
                 return (await self._assets.complete(file_id)).file_id
             except Refusal as refusal:
-                # A large file is still being looked at: to send it again would not make it quicker.
+                # The store is still checking a large file; sending it again would not help.
                 if refusal.code is not RefusalCode.UNAVAILABLE:
                     raise
                 await asyncio.sleep(float(refusal.details.get("retry_after_s", 1.0)))
@@ -131,24 +128,24 @@ async def _pieces(path: Path) -> AsyncIterator[bytes]:
 
 
 _FEW = 1_000
-"""Looking through so many values takes about a millisecond."""
+"""Processing this many values takes about a millisecond."""
 _TEXT = 10
-"""Characters that take about as long as a value."""
+"""Characters that take about as long as one value."""
 
 T = TypeVar("T")
 
 
 async def made_safe(result: JobResult) -> JobResult:
     is_large = len(result.files) > _FEW or has_many(result.outputs.values())
-    return await apart(lambda: safe_result(result), is_large=is_large)
+    return await offload(lambda: safe_result(result), is_large=is_large)
 
 
-async def apart(work: Callable[[], T], *, is_large: bool) -> T:
+async def offload(work: Callable[[], T], *, is_large: bool) -> T:
     return await asyncio.to_thread(work) if is_large else work()
 
 
 def has_many(values: Iterable[Any]) -> bool:
-    """Many values, or much text. Looked at no further than needed to say so."""
+    """Whether there are many values or much text. Stops counting at the bound."""
     left, within = _FEW, [iter(values)]
     while within:
         for value in within[-1]:

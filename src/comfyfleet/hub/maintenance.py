@@ -1,6 +1,6 @@
-"""What a hub does once a minute, whether anybody asks it something or not: old records of every kind are forgotten.
+"""Deletes old records of every kind once a minute.
 
-Each duty takes a bounded step and may be done by several hubs at once. Those of the queue are the engine's own.
+Each cleanup takes a bounded step, and several hubs may run it at once. The engine maintains the queue itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EVERY_S = 60.0
 
 class HubMaintenance:
     def __init__(
-        self, tenant_maintenance: Mapping[str, Callable[[], Awaitable[None]]], every_s: float = EVERY_S
+        self, cleanups: Mapping[str, Callable[[], Awaitable[None]]], every_s: float = EVERY_S
     ) -> None:
-        """`tenant_maintenance` by what they see to."""
-        self._duties = dict(tenant_maintenance)
+        """`cleanups` by the name of what they delete."""
+        self._cleanups = dict(cleanups)
         self._every_s = every_s
         self._running: asyncio.Task[None] | None = None
 
@@ -37,14 +37,14 @@ class HubMaintenance:
             await asyncio.gather(running, return_exceptions=True)
 
     async def tidy(self) -> None:
-        """Every duty once. Whatever is wrong with one, the others are done."""
-        for what, duty in self._duties.items():
+        """Runs every cleanup once. A failure of one does not stop the others."""
+        for what, cleanup in self._cleanups.items():
             try:
-                await duty()
+                await cleanup()
             except ComfyFleetError as error:
-                _LOG.warning("old %s could not be forgotten; it is tried again: %s", what, error)
+                _LOG.warning("cannot delete old %s; will try again: %s", what, error)
             except Exception:
-                log_failure(_LOG, "old %s could not be forgotten; it is tried again", what)
+                log_failure(_LOG, "cannot delete old %s; will try again", what)
 
     async def _run(self) -> None:
         while True:

@@ -1,8 +1,7 @@
-"""What the hub counts, and how Prometheus reads it. The engine is listened to and the door tells of each request:
-neither counts by itself.
+"""Metrics in the Prometheus format. The engine and the request pipeline report events; neither counts itself.
 
-Two kinds of figures: what this process did since it started (it counts, and hubs are summed up), and what stands in the
-store at the moment of the scrape (alike at every hub on it, so one of them is enough). No label holds an id.
+Counters describe this process since its start; sum them over all hubs. Gauges of jobs and workers come from the
+store at each scrape and are the same at every hub. No label holds an id.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ _REQUEST_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30, 60)
 
 
 class StoredFigures(msgspec.Struct, frozen=True):
-    """What stands in the store."""
-
     counts: Counts
     is_paused: bool
     workers: Mapping[WorkerStatus, int]
@@ -78,38 +75,35 @@ class Metrics:
         self._failures = {kind.value: failures.labels(kind.value) for kind in FailureKind}
         self._wait = Histogram(
             "comfyfleet_job_wait_seconds",
-            "From submission, or the time it was not to run before, to the first lease",
+            "From submission, or from the job's earliest start time, to the first lease",
             buckets=_WAIT_S,
             registry=registry,
         )
         self._run = Histogram(
             "comfyfleet_job_run_seconds",
-            "How long completed runs took, as their workers say",
+            "Duration of completed runs, as reported by workers",
             buckets=_RUN_S,
             registry=registry,
         )
         self._requests = Counter(
             "comfyfleet_http_requests",
-            "Requests answered; 499 is a caller who hung up first",
+            "Requests answered; 499 means that the client disconnected first",
             ["route", "status"],
             registry=registry,
         )
         self._seconds = Histogram(
             "comfyfleet_http_request_seconds",
-            "How long requests took; of streams and parked polls, how long they stayed",
+            "Duration of requests; for streams and parked polls, how long they stayed open",
             ["route"],
             buckets=_REQUEST_S,
             registry=registry,
         )
         self._by_answer: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self._standing: StoredFigures | None = None
+        self._stored: StoredFigures | None = None
         self._idle_slots = 0
         registry.register(self)
 
-    # heard
-
     def wrote(self, written: WriteResult) -> None:
-        """Every write of this process' engine."""
         for fact in written.facts:
             self._count(fact, written)
 
@@ -141,15 +135,13 @@ class Metrics:
         known[0].inc()
         known[1].observe(seconds)
 
-    # told
-
-    def text(self, standing: StoredFigures | None, idle_slots: int) -> bytes:
-        """`standing` is None where the store does not answer: then what this process knows is told alone."""
-        self._standing, self._idle_slots = standing, idle_slots
+    def text(self, stored: StoredFigures | None, idle_slots: int) -> bytes:
+        """`stored` is None if the store does not answer."""
+        self._stored, self._idle_slots = stored, idle_slots
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily | InfoMetricFamily]:
-        """For the registry: what is looked up rather than counted."""
+        """Called by the registry for values that are looked up, not counted."""
         yield InfoMetricFamily("comfyfleet", "The version of this hub", {"version": self._version})
         held = GaugeMetricFamily(
             "comfyfleet_connections", "Streams, sockets and parked requests of this process", labels=["kind"]
@@ -160,18 +152,18 @@ class Metrics:
         yield GaugeMetricFamily(
             "comfyfleet_idle_slots", "Slots that wait for a job at this process", self._idle_slots
         )
-        standing = self._standing
+        stored = self._stored
         yield GaugeMetricFamily(
-            "comfyfleet_store_up", "Whether the store answered this scrape", standing is not None
+            "comfyfleet_store_up", "Whether the store answered this scrape", stored is not None
         )
-        if standing is not None:
-            yield from _in_store(standing)
+        if stored is not None:
+            yield from _in_store(stored)
 
 
-def _in_store(standing: StoredFigures) -> Iterator[GaugeMetricFamily]:
-    counts = standing.counts
+def _in_store(stored: StoredFigures) -> Iterator[GaugeMetricFamily]:
+    counts = stored.counts
     jobs = GaugeMetricFamily(
-        "comfyfleet_jobs", "Jobs in the store; ended ones until they are forgotten", labels=["phase"]
+        "comfyfleet_jobs", "Jobs in the store; ended jobs until they are deleted", labels=["phase"]
     )
     for phase, number in counts.by_phase.items():
         jobs.add_metric([phase.value], number)
@@ -186,20 +178,20 @@ def _in_store(standing: StoredFigures) -> Iterator[GaugeMetricFamily]:
     yield waiting
     yield GaugeMetricFamily(
         "comfyfleet_jobs_unrunnable",
-        "Jobs that wait though no worker which is here can run them, of the 2,000 that have waited longest",
-        standing.unrunnable,
+        "Waiting jobs that no connected worker can run, among the 2,000 that have waited longest",
+        stored.unrunnable,
     )
     yield GaugeMetricFamily(
-        "comfyfleet_open_payload_bytes", "What the payloads of all open jobs take", counts.payload_bytes
+        "comfyfleet_open_payload_bytes", "Total payload size of all open jobs", counts.payload_bytes
     )
     yield GaugeMetricFamily(
-        "comfyfleet_queue_paused", "Whether nothing is leased until resumed", standing.is_paused
+        "comfyfleet_queue_paused", "1 while the queue is paused and nothing is leased", stored.is_paused
     )
     workers = GaugeMetricFamily("comfyfleet_workers", "Known workers", labels=["status"])
     for status in WorkerStatus:
-        workers.add_metric([status.value], standing.workers.get(status, 0))
+        workers.add_metric([status.value], stored.workers.get(status, 0))
     yield workers
-    yield GaugeMetricFamily("comfyfleet_slots", "Slots of workers that are not offline", standing.slots)
+    yield GaugeMetricFamily("comfyfleet_slots", "Slots of workers that are not offline", stored.slots)
 
 
 class MetricsHandlers:
@@ -214,23 +206,23 @@ class MetricsHandlers:
         if call.caller.scope is not None:
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
-                "these figures are of the whole fleet, and this key sees one tenant: ask GET /api/stats",
+                "metrics cover the whole fleet, and this key sees one tenant only: use GET /api/stats",
             )
-        standing = None
+        stored = None
         try:
             async with asyncio.timeout(_STORE_ANSWERS_WITHIN_S):
-                standing = await self._look()
+                stored = await self._look()
         except Refusal:
             raise
         except Exception as error:
-            _LOG.warning("the store did not answer a scrape: %r", error)
-        text = self._metrics.text(standing, self._engine.idle_slots)
+            _LOG.warning("the store did not answer while metrics were collected: %r", error)
+        text = self._metrics.text(stored, self._engine.idle_slots)
         return Reply(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _look(self) -> StoredFigures:
-        # All records of a large fleet are megabytes: what was read just now is not read again.
+        # All records of a large fleet are megabytes, so a recent read is reused.
         store, workers = self._engine.store, await self._engine.workers(max_age_s=_WORKERS_MAX_AGE_S)
-        # Most of a long list are offline, and nobody need be asked.
+        # Most workers in a long list are offline and hold nothing.
         held = await self._engine.leases(worker for worker in workers if not worker.is_offline)
         statuses = Tally(worker_status(worker, held.get(worker.worker_id, [])) for worker in workers)
         slots = sum(worker.slots for worker in workers if not worker.is_offline)

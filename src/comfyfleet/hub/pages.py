@@ -1,4 +1,4 @@
-"""The status page: what the API tells, drawn for people. The caller's role decides what is on it."""
+"""The status page: data of the API for people to read. The caller's role decides what it shows."""
 
 from __future__ import annotations
 

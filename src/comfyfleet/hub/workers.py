@@ -1,7 +1,7 @@
-"""The workers' handlers: what `wire/worker.py` says, handed to the engine's `WorkerApi`.
+"""HTTP handlers of the worker API: they decode `wire/worker.py` and call the engine.
 
-A key that names a worker is good for that worker and its leases alone, whatever it can show. With any other key, what a
-lease allows is proven by the lease.
+A key that names a worker is valid for that worker and its leases only. With any other key, the lease itself is the
+proof of what the caller may do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.credentials import WorkersByKey
 from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
-from comfyfleet.hub.local_worker_api import apart, has_many, made_safe
+from comfyfleet.hub.local_worker_api import has_many, made_safe, offload
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import (
     Command,
@@ -129,12 +129,13 @@ class WorkerHandlers:
         elif body.capabilities_hash is not None and (
             known is None
             or self._hash(known) != body.capabilities_hash
-            # Admitted by somebody else than a hub: it has one now.
+            # A direct worker registered without a hub; it has one now.
             or not known.capabilities.has_hub
         ):
             raise Refusal(
                 RefusalCode.NOT_FOUND,
-                f"worker {worker_id!r} is not known by these capabilities: register, or poll with all of them",
+                f"worker {worker_id!r} is not registered with these capabilities: register again, or poll with all "
+                "capabilities",
             )
         slots = known.slots if known is not None else body.slots or body.max_concurrency
         if slots is not None and body.current_load is not None and body.current_load >= slots:
@@ -167,13 +168,13 @@ class WorkerHandlers:
         await check_holder(
             self._engine, call.caller, refs + [wire.lease_ref(each.lease) for each in body.reports]
         )
-        told: tuple[Command, ...] = ()
+        commands: tuple[Command, ...] = ()
         if body.reports:
-            told = (await self._engine.progress(await _reports(call))).commands
+            commands = (await self._engine.progress(await _reports(call))).commands
         beat = await self._engine.heartbeat(worker_id, refs)
-        if told:
-            # Most commands are handed out once, to whichever of the two came first.
-            beat = msgspec.structs.replace(beat, commands=tuple(dict.fromkeys(told + beat.commands)))
+        if commands:
+            # The engine hands out most commands once, in the first of the two replies.
+            beat = msgspec.structs.replace(beat, commands=tuple(dict.fromkeys(commands + beat.commands)))
         inputs = await self._inputs.renewed(beat.alive) if body.inputs else ()
         return Reply(200, wire.beat_answer(beat, self._engine.now(), inputs))
 
@@ -188,7 +189,7 @@ class WorkerHandlers:
         commands = await self._engine.commands(worker_id, self._wait_s(call.given))
         return Reply(200, wire.CommandsAnswer(wire.command_bodies(commands, self._engine.now())))
 
-    # how it ends
+    # end of a job
 
     async def complete(self, call: HubRequest[wire.CompleteBody]) -> Reply:
         body = call.given
@@ -197,7 +198,7 @@ class WorkerHandlers:
         await self.check_files(body.result, ref.attempt_id)
         holder = await self._holder(body)
         settled = await self._engine.complete(Completion(ref, await made_safe(body.result), body.seconds))
-        _tell_end(ref, "completed")
+        _log_end(ref, "completed")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
     async def fail(self, call: HubRequest[wire.FailBody]) -> Reply:
@@ -208,18 +209,18 @@ class WorkerHandlers:
         settled = await self._engine.fail(
             FailureReport(ref, safe_failure(bounded(body.failure)), body.seconds)
         )
-        _tell_end(ref, f"failed ({body.failure.kind}): {body.failure.message[:1_000]}")
+        _log_end(ref, f"failed ({body.failure.kind}): {body.failure.message[:1_000]}")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
     async def release(self, call: HubRequest[wire.ReleaseBody]) -> Reply:
         ref = wire.lease_ref(call.given.lease)
         await check_holder(self._engine, call.caller, [ref])
         settled = await self._engine.release(Release(ref, call.given.reason))
-        _tell_end(ref, f"given back: {call.given.reason}")
+        _log_end(ref, f"given back: {call.given.reason}")
         return Reply(200, wire.settled_answer(settled))
 
     async def check_files(self, result: JobResult, attempt_id: str) -> None:
-        """What a completion names as uploaded is there, whole, and of this very attempt; looked at where it lies."""
+        """Every file that a completion names must be uploaded completely, and by the same attempt."""
         named = [file.file_id for file in result.files if file.file_id is not None]
         for start in range(0, len(named), _LOOKS):
             looks = (self._check_file(file_id, attempt_id) for file_id in named[start : start + _LOOKS])
@@ -245,7 +246,7 @@ class WorkerHandlers:
         )
 
     async def _holder(self, body: wire.CompleteBody | wire.FailBody) -> WorkerId | None:
-        """Whose lease it is, asked before it ends: only then does the store still know."""
+        """The worker that holds the lease, asked before the lease ends: afterwards the store no longer knows."""
         if body.next is None:
             return None
         ref = wire.lease_ref(body.lease)
@@ -262,7 +263,7 @@ class WorkerHandlers:
         try:
             job = await self._engine.poll(Poll(as_worker(caller, holder), PollId(asked.poll_id), 0))
         except Refusal:
-            # The report stands; a worker that is told of no next lease polls, and hears why.
+            # The report stands. A worker without a next lease polls, and that poll reports the refusal.
             return None
         return None if job is None else await self._inputs.linked(job)
 
@@ -272,14 +273,14 @@ class WorkerHandlers:
     async def _worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         known = self._engine.known_worker(worker_id)
         if known is None and self._engine.store.is_shared:
-            # It may have registered at another hub a moment ago.
+            # The worker may have registered at another hub a moment ago.
             await self._engine.workers()
             known = self._engine.known_worker(worker_id)
         return known
 
     def _hash(self, record: WorkerRecord) -> str:
         known = self._hashes.get(record.worker_id)
-        # Compared by identity first: what a worker offers is replaced, never changed.
+        # Identity first: capabilities are replaced, never changed.
         if known is None or (known[0] is not record.capabilities and known[0] != record.capabilities):
             if len(self._hashes) > _MAX_HASHES:
                 self._hashes.clear()
@@ -291,24 +292,24 @@ class WorkerHandlers:
 async def _reports(
     call: HubRequest[wire.HeartbeatBody] | HubRequest[wire.ProgressBatch],
 ) -> list[ProgressReport]:
-    told = call.given.reports
-    is_large = call.is_large or has_many(report.data for report in told)
-    return await apart(lambda: list(map(_safe_report, told)), is_large=is_large)
+    bodies = call.given.reports
+    is_large = call.is_large or has_many(report.data for report in bodies)
+    return await offload(lambda: list(map(_safe_report, bodies)), is_large=is_large)
 
 
-def _safe_report(told: wire.ReportBody) -> ProgressReport:
-    report = wire.report(told)
+def _safe_report(body: wire.ReportBody) -> ProgressReport:
+    report = wire.report(body)
     return msgspec.structs.replace(report, data=safe_progress(report.data))
 
 
-def _tell_end(ref: LeaseRef, end: str) -> None:
+def _log_end(ref: LeaseRef, end: str) -> None:
     if _LOG.isEnabledFor(logging.INFO):
         with about(job_id=ref.job_id, attempt_id=ref.attempt_id):
             _LOG.info("%s", end)
 
 
 async def check_holder(engine: Engine, caller: Caller, refs: Iterable[LeaseRef]) -> None:
-    """A key that names a worker shows no other worker's lease. One that is over is for the engine to call lost."""
+    """A key that names a worker may not use another worker's lease. The engine refuses ended leases."""
     if caller.worker_id is None:
         return
     for ref in {ref.attempt_id: ref for ref in refs}.values():
@@ -322,7 +323,7 @@ async def check_holder(engine: Engine, caller: Caller, refs: Iterable[LeaseRef])
         ):
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
-                f"the lease of job {ref.job_id!r} is another worker's; this key is good for {caller.worker_id!r}",
+                f"the lease of job {ref.job_id!r} belongs to another worker; this key is for {caller.worker_id!r}",
             )
 
 
@@ -330,6 +331,6 @@ def as_worker(caller: Caller, worker_id: str) -> WorkerId:
     if caller.worker_id is not None and caller.worker_id != worker_id:
         raise Refusal(
             RefusalCode.NOT_ALLOWED,
-            f"this key is good for worker {caller.worker_id!r}, not for {worker_id!r}",
+            f"this key is for worker {caller.worker_id!r}, not for {worker_id!r}",
         )
     return WorkerId(worker_id)

@@ -1,13 +1,8 @@
-"""The body of a request, read while it arrives: bounded as the table of routes says, packed and unpacked, and decoded.
+"""Reads the body of a request while it arrives: bounds it, decompresses it, scans it and decodes it.
 
-A small body is read where it is, on the event loop. A larger one is unpacked, scanned and decoded piece by piece in one
-thread that all requests share, and what all of them hold together is bounded: so a body costs its sender a refusal, and
-nobody else a wait. What a text may hold is `body.py`'s to say.
-
-How deep a JSON text is, how large its integers are and how much memory it would take, found from its bytes alone.
-
-A scanner is fed with a text piece by piece and refuses at the first piece that goes beyond a bound, so nothing needs to
-have arrived whole, and nothing is decoded. Whether the text is JSON at all is for the decoder to say.
+Small bodies are handled on the event loop. Larger ones go piece by piece through one thread that all requests share,
+under a common memory budget. The scanner finds nesting, large integers and memory cost from the bytes alone and refuses
+at the first piece beyond a bound; the decoder decides whether the text is valid JSON.
 """
 
 from __future__ import annotations
@@ -29,18 +24,18 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.wire.route import LARGE_BYTES, Route
 
 PIECE_BYTES = 64 * 1024
-"""A text is scanned, and unpacked, in pieces of this size. Scanning one takes about a millisecond at worst."""
+"""Size of a piece to scan or decompress. Scanning one takes a millisecond at most."""
 
 _FREE_COST = 256 * 1024
-"""Small texts are not weighed."""
+"""Small texts have no cost."""
 
 _VALUE_COST = 100
-"""What a value or a container takes once decoded, beside its text: an object with one member takes about 230 bytes."""
+"""Bytes of a decoded value or container, beside its text: an object with one member takes about 230."""
 _ESCAPE_COST = 8
-"""Escapes are slow to read and to write: 16 million of them would take a tenth of a second in one call."""
+"""Escapes are slow: 16 million of them would take a tenth of a second in one call."""
 
 _MAX_NUMBER = 1_024
-"""Characters."""
+"""In characters."""
 
 _ESCAPES = re.compile(rb"\\.", re.DOTALL)
 _INTEGERS = re.compile(rb"(?<![0-9.eE+])-?[0-9]{19,}(?![0-9.eE])")
@@ -56,7 +51,7 @@ _MIDDLE = re.compile(rb"[\xc4-\xff]|\\u(?!00)")
 
 
 class JsonScanner:
-    """`max_bytes`: of the text. Decoded, the value may take about twice as much memory."""
+    """`max_bytes` bounds the text. The decoded value may take about twice as much memory."""
 
     def __init__(self, max_depth: int, max_bytes: int, value_cost: int = _VALUE_COST) -> None:
         self._max_depth = max_depth
@@ -67,10 +62,10 @@ class JsonScanner:
         self._is_in_string = False
         self._half_escape = b""
         self._number = b""
-        """The end of the last piece, where that may be the beginning of a number."""
+        """The end of the last piece if it may be the start of a number."""
         self._string_bytes = 0
         self._string_width = 1
-        """Of the string that the last piece ended in. One wide character widens all of a string."""
+        """Of the string in which the last piece ended. One wide character widens the whole string."""
 
     def feed(self, piece: bytes) -> None:
         if self._half_escape:
@@ -89,7 +84,7 @@ class JsonScanner:
         self._weigh(piece, escapes, plain)
 
     def end(self) -> None:
-        """The text is over: what may have been the beginning of a number was all of it."""
+        """Call it after the last piece: a number may end the text."""
         self._check_integers(self._number)
 
     def _without_strings(self, unescaped: bytes) -> bytes:
@@ -97,13 +92,13 @@ class JsonScanner:
         outside = parts[1::2] if self._is_in_string else parts[::2]
         if len(parts) % 2 == 0:
             self._is_in_string = not self._is_in_string
-        # A quote stays for each string, so that what stood on both sides of it does not become one.
+        # One quote stays for each string, so that the text on its two sides does not merge.
         return b'"'.join(outside)
 
     def _weigh(self, piece: bytes, escapes: int, plain: bytes) -> None:
         width = _width(piece)
         if width > 1 and self._string_bytes:
-            # Of the string that the last piece ended in, what came before becomes as wide as what comes now.
+            # The string began in an earlier piece; that part becomes as wide as this one.
             ending = _TO_QUOTE.match(piece)
             widened = max(_width(piece if ending is None else ending.group()), self._string_width)
             self._left -= self._string_bytes * (widened - self._string_width)
@@ -162,14 +157,14 @@ class JsonScanner:
 
 
 def _width(piece: bytes) -> int:
-    """Bytes for each character of a string that this is part of."""
+    """Bytes for each character of a string that contains this piece."""
     if (piece.isascii() and b"\\u" not in piece) or not _MIDDLE.search(piece):
         return 1
     return 4 if _WIDE.search(piece) else 2
 
 
 def check_json(body: bytes | memoryview, max_depth: int, max_bytes: int | None = None) -> None:
-    """The same for a text that is there whole. Most are small and flat, and are settled by three searches."""
+    """Scans a complete text. Most are small and flat, and three searches decide."""
     if isinstance(body, bytes) and len(body) <= PIECE_BYTES:
         is_flat = body.count(b"{") + body.count(b"[") <= max_depth
         if is_flat and _LONG_DIGITS not in body.translate(_ONE_DIGIT):
@@ -187,14 +182,10 @@ _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 class JsonDecoder(Protocol):
-    """Raises what msgspec's own raise."""
-
     def decode(self, buf: bytes | bytearray, /) -> Any: ...
 
 
 class BodyLimit(NamedTuple):
-    """Of one route's body."""
-
     sent: int
     unpacked: int
     depth: int
@@ -202,19 +193,19 @@ class BodyLimit(NamedTuple):
 
     @classmethod
     def of(cls, route: Route, limits: HubLimits) -> BodyLimit:
-        """Settings lower any bound, and move that of large bodies either way."""
+        """Settings can lower every bound; only the bound of large bodies can be raised."""
         sent, unpacked = limits.max_body_bytes, limits.max_unpacked_bytes
         if route.max_bytes < LARGE_BYTES:
             sent, unpacked = min(sent, route.max_bytes), min(unpacked, route.max_bytes)
         return cls(sent, unpacked, limits.max_depth, route.in_parts)
 
     def scanner(self) -> JsonScanner:
-        # Of what is decoded part by part, a value takes no more than its text until then.
+        # A body decoded in parts holds its values as text until then.
         return JsonScanner(self.depth, self.unpacked, 8 if self.in_parts else 100)
 
 
 class LargeBodies:
-    """Every large body that is being read or worked on at this hub."""
+    """All large bodies in progress at this hub."""
 
     def __init__(self, limits: HubLimits) -> None:
         self.budget = ByteBudget(limits.max_bodies_bytes, "large bodies", "key")
@@ -223,13 +214,12 @@ class LargeBodies:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def apart(self, work: Callable[[], T]) -> T:
-        """In the thread, beside the event loop."""
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 class BodyReader:
-    """One body, from its first byte until whoever asked is answered: a context manager that gives back what it held."""
+    """One body, from its first byte to the answer. Leaving the context releases its memory budget."""
 
     def __init__(self, bodies: LargeBodies, bound: BodyLimit, key_id: str) -> None:
         self._bodies = bodies
@@ -251,7 +241,7 @@ class BodyReader:
             self._held = 0
 
     async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes | bytearray:
-        """The whole body, unpacked and scanned. Reading ends at the first byte too many."""
+        """The whole body, decompressed and scanned. Reading stops at the first byte beyond the bound."""
         unpacker = _unpacker(headers.get("content-encoding", "").strip().lower())
         announced = headers.get("content-length", "")
         if announced.isdecimal() and len(announced) < 20 and int(announced) > self._bound.sent:
@@ -264,36 +254,36 @@ class BodyReader:
         if not more and unpacker is None and len(first) <= PIECE_BYTES:
             check_json(first, self._bound.depth, self._bound.unpacked)
             return first
-        gathered = _Gathered(unpacker, self._bound)
+        received = _ReceivedBody(unpacker, self._bound)
         size = len(first)
-        # What unpacks to little is little work. What is left of it goes the way of the large ones.
-        rest = gathered.begin(first) if unpacker is not None and size <= PIECE_BYTES else first
+        # One step here is cheap, and enough for a body that decompresses to little.
+        rest = received.begin(first) if unpacker is not None and size <= PIECE_BYTES else first
         while True:
-            if rest or gathered.is_behind:
-                await self._bodies.apart(partial(gathered.add, rest))
-            self._hold(len(gathered.body))
+            if rest or received.has_output:
+                await self._bodies.run_in_thread(partial(received.add, rest))
+            self._hold(len(received.body))
             if not more:
                 break
             rest, more = await _piece(receive)
             size += len(rest)
             self._check_sent(size)
-        gathered.end()
-        return gathered.body
+        received.end()
+        return received.body
 
     async def decode(self, decoder: JsonDecoder, body: bytes | bytearray) -> Any:
         if len(body) <= PIECE_BYTES:
             return parse(decoder, body)
-        return await self._bodies.apart(lambda: parse(decoder, body))
+        return await self._bodies.run_in_thread(lambda: parse(decoder, body))
 
     async def checked(self, decoder: JsonDecoder, body: bytes) -> Any:
-        """A body that came as a whole, over a socket: scanned and decoded."""
+        """Scans and decodes a complete body, such as a WebSocket message."""
         if len(body) > self._bound.unpacked:
             raise _too_large("has", self._bound.unpacked)
         if len(body) <= PIECE_BYTES:
             check_json(body, self._bound.depth, self._bound.unpacked)
             return parse(decoder, body)
         self._hold(len(body))
-        return await self._bodies.apart(lambda: _check_and_parse(decoder, body, self._bound))
+        return await self._bodies.run_in_thread(lambda: _check_and_parse(decoder, body, self._bound))
 
     def _hold(self, size: int) -> None:
         if size > PIECE_BYTES and size > self._held:
@@ -305,9 +295,7 @@ class BodyReader:
             raise _too_large("has", self._bound.sent)
 
 
-class _Gathered:
-    """What has arrived of a body, unpacked."""
-
+class _ReceivedBody:
     def __init__(self, unpacker: _Unpacker | None, bound: BodyLimit) -> None:
         self.body = bytearray()
         self._unpacker = unpacker
@@ -315,14 +303,14 @@ class _Gathered:
         self._scanner = bound.scanner()
 
     def begin(self, piece: bytes) -> bytes:
-        """One step. What is left of the piece is returned."""
+        """Decompresses one step and returns the unused rest of the piece."""
         assert self._unpacker is not None
         unpacked, rest = self._unpacker.unpack(piece)
         self._keep(unpacked)
         return rest
 
     @property
-    def is_behind(self) -> bool:
+    def has_output(self) -> bool:
         return self._unpacker is not None and self._unpacker.is_full
 
     def add(self, piece: bytes) -> None:
@@ -347,7 +335,7 @@ class _Gathered:
 
 
 class _Unpacker:
-    """One stream of gzip or deflate, a piece at a time."""
+    """Decompresses one gzip or deflate stream piece by piece."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
@@ -355,9 +343,9 @@ class _Unpacker:
         self.is_full = False
 
     def unpack(self, piece: bytes) -> tuple[bytes, bytes]:
-        """At most one piece of what it unpacks to, and what is left of it."""
+        """At most `PIECE_BYTES` of output, and the unused rest of the piece."""
         if self._stream is None:
-            # Some leave out the header that the name of deflate promises.
+            # Some clients omit the zlib header that `deflate` requires.
             is_bare = self._encoding == "deflate" and piece[:1] and piece[0] & 0x0F != 8
             self._stream = zlib.decompressobj(-15 if is_bare else _WINDOWS[self._encoding])
         try:
@@ -368,7 +356,7 @@ class _Unpacker:
             ) from error
         if self._stream.unused_data:
             self._refuse()
-        # It may have taken all of the piece and still have something to say.
+        # The stream may have consumed the whole piece and still hold output.
         self.is_full = len(unpacked) == PIECE_BYTES and not self._stream.eof
         return unpacked, self._stream.unconsumed_tail
 
@@ -386,7 +374,7 @@ def _unpacker(encoding: str) -> _Unpacker | None:
     if encoding not in _WINDOWS:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"the encoding {encoding!r:.40} is not known: use gzip, deflate or none",
+            f"the content encoding {encoding!r:.40} is not supported: use gzip, deflate or none",
         )
     return _Unpacker(encoding)
 
@@ -399,11 +387,10 @@ async def _piece(receive: Receive) -> tuple[bytes, bool]:
 
 
 def parse(decoder: JsonDecoder, body: bytes | bytearray) -> Any:
-    """Whatever is wrong with a body is the sender's to put right."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not what is expected: {error}") from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not valid: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not JSON: {error}") from error
 

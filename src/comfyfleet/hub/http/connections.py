@@ -1,12 +1,8 @@
-"""Connections as such, before anybody is known: how many there may be, and how long a request may take to arrive.
+"""Connections before authentication: how many there may be, and how long a request may take to arrive.
 
-uvicorn bounds how long a connection rests between two requests. It waits for ever for one that never comes whole, and
-for a reader that takes nothing; those are looked for here, once a second for all of them. What a caller may keep open
-once it is known is `limits.py`'s. An answer that is there as a whole is written as a whole, too: uvicorn writes twice,
-which is another call into the kernel and, to whoever reads it, another packet.
-
-uvicorn reads all that has arrived at once, which may be thousands of small requests. What is left waits while others
-have their turn, and while the requests before it are not answered.
+uvicorn waits without end for an incomplete request and for a client that reads nothing, and it parses all that has
+arrived at once. This module ends slow connections and lets others take their turn. It subclasses uvicorn's protocol
+because no public setting bounds these. `limits.py` bounds the connections of each key.
 """
 
 from __future__ import annotations
@@ -25,28 +21,28 @@ from comfyfleet.hub.http.uvicorn_logging import UvicornLogger
 from comfyfleet.wire.route import LARGE_BYTES
 
 ANSWER = "comfyfleet.answer"
-"""In the scope of a request: how to answer it with head and body at once. Other servers do not have it."""
+"""Scope key of a function that writes head and body in one call to the kernel. Other servers do not set it."""
 
 _POLL_S = 1.0
 _OWN_FILES = 128
-"""Kept for what is no connection of a caller: the store's, files on their way, the log."""
+"""File descriptors reserved for the store, files and logs."""
 _STEP_BYTES = 2 * 1024
-"""As requests without headers, about a hundred."""
+"""About a hundred requests without headers."""
 _TURN_S = 0.005
 MAX_UNREAD_BYTES = LARGE_BYTES
-"""Of a body that comes when its request has been answered."""
+"""Of a body that arrives after its request was answered."""
 _AROUND_A_BYTE = 16
-"""Each byte of a body may come in a chunk of its own, with its length and two line ends."""
+"""Each byte of a body may be a chunk with a length and two line ends."""
 _MAX_AHEAD = 16
-"""Requests of one connection that may wait for an answer to the one before them."""
+"""Pipelined requests of one connection."""
 
 
 class Connections:
-    """`protocol` is for uvicorn; between `start` and `close` whoever is too slow is let go."""
+    """Makes the protocol for uvicorn. Between `start` and `close` it ends connections that are too slow."""
 
     def __init__(self, limits: HubLimits) -> None:
         self.limits = limits
-        self.most = min(limits.max_connections, _room_for_connections())
+        self.most = min(limits.max_connections, _connection_capacity())
         self.open: set[Connection] = set()
         self.by_address: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
@@ -69,19 +65,19 @@ class Connections:
             self._timer.cancel()
 
     def _look(self) -> None:
-        # Whatever befalls this look, there is a next one.
+        # First, so that an error below does not end the timer.
         self.start()
         now = asyncio.get_running_loop().time()
         for connection in list(self.open):
             connection.look(now)
 
 
-def _room_for_connections() -> float:
-    """A process that has no file left can reach neither its store nor anybody else."""
+def _connection_capacity() -> float:
+    """Keeps file descriptors free: without one, the process cannot reach its store."""
     try:
         import resource
     except ModuleNotFoundError:
-        # Elsewhere than on Unix there is no such limit to ask for.
+        # Only Unix has this limit.
         return float("inf")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return float("inf") if files == resource.RLIM_INFINITY else max(1, files - _OWN_FILES)
@@ -102,18 +98,17 @@ class Connection(HttpToolsProtocol):
         self._arriving_since: float | None = None
         self._received = 0
         self._in_body = 0
-        """Of what was received …"""
         self._unread = 0
-        """… and came when the request had been answered."""
+        """Bytes of the body that arrived after the answer."""
         self._is_in_head = True
         self._stuck_since: float | None = None
         self._unanswered: deque[RequestResponseCycle] = deque()
-        """Requests that another came behind before they were answered."""
+        """Requests before the last one that are not answered yet."""
         self._behind = bytearray()
-        """What has arrived and is not read yet."""
+        """Bytes that have arrived and are not parsed yet."""
         self._next: asyncio.Handle | None = None
         self._body_left = 0
-        """Bytes of the body that arrives, as far as its length was said."""
+        """Bytes still to come, by the Content-Length of the current body."""
         self._is_upgraded = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -121,7 +116,7 @@ class Connection(HttpToolsProtocol):
         limits, address = self._all.limits, self._address
         is_full = len(self.connections) > self._all.most
         if is_full or self._all.by_address[address] >= limits.max_connections_per_address:
-            # Closed as soon as it is said, so it does not count.
+            # It closes at once, so it does not count.
             self._end("503 Service Unavailable" if is_full else "429 Too Many Requests", "retry-after: 5\r\n")
             return
         self._all.open.add(self)
@@ -132,7 +127,7 @@ class Connection(HttpToolsProtocol):
         self._leave()
         self._behind.clear()
         super().connection_lost(exc)
-        # uvicorn tells the last request alone: a stream in front of it would be written to for ever.
+        # uvicorn notifies only the last request; an earlier stream would keep writing.
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -140,7 +135,7 @@ class Connection(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         cycle = cast(RequestResponseCycle | None, self.cycle)
         if cycle is not None and not cycle.response_complete:
-            # The connection still belongs to that answer, which would be told nothing of its end.
+            # The connection still belongs to the earlier answer.
             self._end("400 Bad Request")
             return
         self._leave()
@@ -150,7 +145,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._behind:
-            # Resumed by uvicorn, which knows nothing of what is left.
+            # uvicorn resumed reading; it does not know of the bytes that wait here.
             self._behind += data
             self.transport.pause_reading()
         elif len(data) <= _STEP_BYTES:
@@ -167,7 +162,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.pause_reading()
                 if len(self.pipeline) < _MAX_AHEAD:
                     self._next = self.loop.call_soon(self._take_turn)
-                # Else gone on with once one of them is answered.
+                # Otherwise `on_response_complete` continues.
                 return
             size = max(_STEP_BYTES, self._body_left)
             step = bytes(self._behind[:size])
@@ -187,7 +182,7 @@ class Connection(HttpToolsProtocol):
         self._in_body += len(body)
         cycle = cast(RequestResponseCycle | None, self.cycle)
         if cycle is not None and cycle.response_complete:
-            # Nobody reads it any more. A little is let through, or its sender might not get to read the answer.
+            # Nobody reads it. A little may pass, because the client may read the answer only after sending.
             self._unread += len(body)
             if self._unread > MAX_UNREAD_BYTES:
                 self.transport.close()
@@ -196,11 +191,11 @@ class Connection(HttpToolsProtocol):
     def _read(self, data: bytes) -> None:
         cycle = cast(RequestResponseCycle | None, self.cycle)
         if self._arriving_since is None and (cycle is None or cycle.response_complete):
-            # Blank lines may stand before a request. They end the time to rest, though none has begun.
+            # Blank lines before a request also end the idle time.
             self._begin()
         self._received += len(data)
         super().data_received(data)
-        # The parser would gather a head without end, and whatever stands around the chunks of a body or behind them.
+        # The parser would collect a head, chunk headers or trailers without end.
         most = self._all.limits.max_head_bytes
         if not self._is_in_head:
             most += most + _AROUND_A_BYTE * self._in_body
@@ -231,7 +226,7 @@ class Connection(HttpToolsProtocol):
     def look(self, now: float) -> None:
         limits = self._all.limits
         if self._arriving_since is not None:
-            # Large bodies on slow lines may take their time, but they must move.
+            # A large body on a slow line may take long, but it must progress.
             allowed_s = limits.request_s + self._received / limits.min_bytes_per_s
             if now - self._arriving_since > allowed_s:
                 self._end("408 Request Timeout")
@@ -268,14 +263,14 @@ class Connection(HttpToolsProtocol):
 
 
 def _length_in(headers: list[tuple[bytes, bytes]]) -> int:
-    """Of the body. The parser has refused what is no length; 0 where it is not said."""
+    """The length of the body, which the parser has validated; 0 if there is none."""
     return next((int(value) for name, value in headers if name == b"content-length"), 0)
 
 
 async def _answer(
     cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]], body: bytes
 ) -> None:
-    """As its `send` does with both messages of such an answer. The headers are the door's own."""
+    """Does what the cycle's `send` does with both messages of an answer. The pipeline supplies all headers."""
     if cycle.flow.write_paused and not cycle.disconnected:
         await cycle.flow.drain()
     if cycle.disconnected:

@@ -1,15 +1,9 @@
-"""Who stands at the door: a bearer key, a token in the query where a browser can do no better, or an open loopback. For
-a page, a browser asks for the key itself and sends it as a password; nowhere else, since it would do so for any site.
+"""Authentication: a bearer key, a token in the query of a browser's stream, or an open hub on loopback. Pages
+also accept the key as a Basic password; other routes do not, because a browser would send it from any site.
 
-What a key is, and whether it is good, is `tenancy/keys.py`'s. A good key is remembered for a few seconds, so that a
-request costs no look into the store; revoked here it is forgotten at once, at another hub within those seconds. Who
-stays, on a stream or a socket, is asked again as long as it stays.
-
-Which key each worker was last heard of with at this hub: with the key ends what the worker has here.
-
-Whose a job or a file becomes: that of the key's tenant, or of the one that an operator names. And whose a job is.
-
-A job of another tenant is not there at all, whether that tenant's database is there or not: it is not asked.
+`tenancy/keys.py` checks keys. A valid key is cached for a few seconds: a key revoked at another hub stays valid that
+long. `RevocationWatch` rechecks the keys of open connections. The last functions decide which tenant owns a new job,
+and hide the jobs of other tenants without a request to their databases.
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ class WorkersByKey:
         return set(self._last.values())
 
     async def end(self, key_id: str, named: WorkerId | None = None) -> None:
-        """The key is not good any more. `named`: the worker it was for, which may be known at another hub alone."""
+        """Expels the workers of a key that ended. `named`: its worker, which only another hub may know."""
         gone = [worker_id for worker_id, used in self._last.items() if used == key_id]
         if named is not None and named not in self._last and not await self._keys.held_by(named):
             gone.append(named)
@@ -76,12 +70,12 @@ class Authenticator:
         )
         self._known: dict[bytes, tuple[Caller, float]] = {}
         self._wrong: dict[bytes, float] = {}
-        """Keys that were not good a moment ago, and until when they are not looked up again."""
+        """Keys that were just refused, and until when they are not looked up again."""
 
     async def caller(
         self, headers: Mapping[str, str], address: str, token: str | None = None, *, is_page: bool = False
     ) -> Caller:
-        """Raises `unauthenticated` for no key or a wrong one; a wrong one costs patience."""
+        """Raises `unauthenticated` without a valid key. Wrong keys are rate-limited by address."""
         scheme, _, text = headers.get("authorization", "").partition(" ")
         if is_page and scheme.lower() == "basic":
             text = _password_in(text)
@@ -98,19 +92,19 @@ class Authenticator:
         if known is not None and now < known[1]:
             return known[0]
         if now >= self._wrong.get(digest, now):
-            # Looked up however many wrong ones came from there: a good key is not refused for what others send.
+            # Looked up at any refusal rate: a valid key must not suffer from what others send.
             key = await self._keys.check(text)
         else:
             key = None
         if key is None:
             self._known.pop(digest, None)
             self._note_wrong(digest, now)
-            # The same one again costs nothing but an answer; of different ones there are so many a second.
+            # The same wrong key again costs no lookup; different ones are limited per second.
             self._refusals.check(address)
             self._refusals.spend(address)
             raise Refusal(
                 RefusalCode.UNAUTHENTICATED,
-                "the key is not good: it is unknown, revoked, expired or misspelled",
+                "the key is not valid: it is unknown, revoked, expired or misspelled",
             )
         caller = Caller(key.role, key.key_id, key.tenant, key.worker_id)
         good_until = now + _REMEMBER_S
@@ -129,13 +123,13 @@ class Authenticator:
             del self._wrong[next(iter(self._wrong))]
 
     def forget(self, key_id: str) -> None:
-        """The key was changed: what is remembered of it is not good any more."""
+        """Drops the key from the cache."""
         for digest in [digest for digest, (caller, _) in self._known.items() if caller.key_id == key_id]:
             del self._known[digest]
 
 
 class RevocationWatch:
-    """Ends connections whose key was revoked at another hub, or has expired, within `every_s`; workers with them."""
+    """Ends connections and workers of keys that expired or were revoked at another hub, within `every_s`."""
 
     def __init__(self, keys: Keys, places: ConnectionLimits, workers: WorkersByKey, every_s: float) -> None:
         self._workers = workers
@@ -162,11 +156,11 @@ class RevocationWatch:
                         self._places.end(key_id)
                         await self._workers.end(key_id)
             except Fault as fault:
-                _LOG.warning("open connections could not be asked for their keys: %s", fault)
+                _LOG.warning("cannot check the keys of open connections; will try again: %s", fault)
 
 
 def _password_in(text: str) -> str:
-    """Of a user name and a password, as browsers send them. Empty where it is neither."""
+    """The password of Basic credentials; "" if they are malformed."""
     try:
         return base64.b64decode(text, validate=True).decode().partition(":")[2]
     except ValueError:
@@ -174,7 +168,7 @@ def _password_in(text: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether only this machine can reach the host."""
     if host.lower() == "localhost":
         return True
     try:
@@ -184,21 +178,22 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_is_local(headers: Mapping[str, str], address: str) -> None:
-    """An open hub believes this machine alone, and no page of another site that this machine's browser shows."""
+    """An open hub trusts only this machine, and no page of another site in its browser."""
     host = headers.get("host", "")
     origin = headers.get("origin")
     if not is_loopback(address) or not is_loopback(_split(f"//{host}")[0]):
         raise Refusal(
-            RefusalCode.UNAUTHENTICATED, "without a key this hub answers to its own machine alone: send a key"
+            RefusalCode.UNAUTHENTICATED, "without a key, this hub answers its own machine only: send a key"
         )
     if origin is not None and _split(origin)[1] != host:
         raise Refusal(
-            RefusalCode.UNAUTHENTICATED, f"without a key this hub does not answer to pages of {origin}"
+            RefusalCode.UNAUTHENTICATED,
+            f"without a key, this hub does not answer pages of {origin}: send a key",
         )
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Its host and where that listens; nothing of what is no URL."""
+    """The host name and the network location; "" for an invalid URL."""
     try:
         parts = urlsplit(url)
         return parts.hostname or "", parts.netloc
@@ -212,20 +207,20 @@ def owner_of(body: SubmitBody, caller: Caller) -> TenantId:
 
 
 def owner_for(caller: Caller, named: str | None, field: str = "tenant") -> TenantId:
-    """`field`: what the body calls it."""
+    """`field`: its name in the body."""
     if named is None:
         return caller.owner
     if caller.role not in (Role.ADMIN, Role.OPERATOR) and named != caller.owner:
         raise Refusal(
             RefusalCode.NOT_ALLOWED,
-            f"this key is for tenant {caller.owner!r} alone: leave out {field!r}, or use an operator's key",
+            f"this key is for tenant {caller.owner!r} only: leave out {field!r}, or use an operator's key",
             field=field,
         )
     return TenantId(named)
 
 
 async def check_sees(caller: Caller, store: Store, job_id: JobId) -> None:
-    """Raises `not_found` where there is no such job for this caller."""
+    """Raises `not_found` unless the caller may see the job."""
     if caller.scope is not None:
         dispatch = await store.load(job_id)
         if dispatch is None or not caller.sees(dispatch.tenant):
@@ -233,5 +228,5 @@ async def check_sees(caller: Caller, store: Store, job_id: JobId) -> None:
 
 
 def no_job(job_id: JobId) -> Refusal:
-    """In the words of the engine: nobody learns from them that somebody else has such a job."""
+    """The same text as the engine's, so that nobody learns that another tenant has such a job."""
     return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")

@@ -1,18 +1,8 @@
-"""The bounds at the door: how large, how many, how long, how often.
+"""Limits of the hub: sizes, numbers, times and rates. `wire/routes.py` bounds bodies; policy bounds jobs.
 
-What a job may ask for is policy's to bound; here is what anybody may make the hub read. What each route may be sent
-stands in the table of routes.
-
-Who keeps a connection: streams, sockets and parked requests, counted in all, for each key and for each address.
-
-An ordinary request is over in a moment and bounded by its rate; these stay, so each takes a place and gives it back.
-Whose key is not good any more loses its places.
-
-Who submits how often, counted for each tenant: by this hub alone, or by all hubs on a store together.
-
-Where hubs share a store, the turns of a tenant lie in its cabinet, and each hub draws some at a time into a purse of
-its own: together they hand out no more than there are. What lies in one hub's purse, about one in a hundred, is no
-other's.
+`ConnectionLimits` counts connections that stay open: in total, per key and per address. `RateLimiter` counts the
+submissions of a tenant. Hubs on a shared store keep its token bucket in the document store, and each hub draws about
+one percent of the tokens at a time for its own use; together they never exceed the limit.
 """
 
 from __future__ import annotations
@@ -39,61 +29,60 @@ _BUDGET_RETRY_S = 2.0
 
 class HubLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: int = LARGE_BYTES
-    """As received, where the table of routes allows large bodies. Small ones have the bound that stands there."""
+    """Of a request as received, on routes that allow large bodies. `wire/routes.py` bounds all other routes."""
     max_unpacked_bytes: int = LARGE_BYTES
     max_depth: int = 80
     max_bodies_bytes: Annotated[int, Meta(ge=1)] = 256 * 1024 * 1024
-    """All large bodies together that are being read or worked on; half of it for one key."""
+    """For all large bodies in progress together; one key may hold half."""
     requests_per_s: float = 2_000.0
-    """For one key, or one address where there is no key …"""
+    """For one key, or for one address if there is no key."""
     burst: int = 4_000
-    """… after so many at once."""
     refusals_per_s: float = 5.0
-    """Wrong keys from one address …"""
+    """Wrong keys from one address."""
     refusals_burst: int = 50
     max_wait_s: float = 60.0
-    """The longest a request is parked, whatever it asks for."""
+    """The longest time that a request is parked."""
     max_frame_bytes: Annotated[int, Meta(ge=AGENT_MESSAGE_BYTES)] = 16 * 1024 * 1024
     """One message over the WebSocket."""
     max_connections: int = 30_000
     max_connections_per_address: int = 15_000
-    """Before anybody is known by a key; the address may be a proxy's."""
+    """Counted before authentication; the address may be a proxy's."""
     max_head_bytes: int = 64 * 1024
-    """The first line and the headers of a request."""
+    """The request line and the headers."""
     request_s: Annotated[float, Meta(ge=0.1)] = 30.0
-    """A request arrives whole in this time …"""
+    """A request must arrive within this time …"""
     min_bytes_per_s: Annotated[int, Meta(ge=1)] = 1_024
-    """… and a second more for each so many bytes."""
+    """… plus one second for each this many bytes."""
     stalled_s: float = 120.0
-    """Whoever takes nothing of an answer for so long is let go."""
+    """A client that reads nothing of its answer for this long is disconnected."""
     max_streams: int = 10_000
     max_sockets: int = 10_000
     max_parked: int = 20_000
-    """Polls and calls for commands that wait."""
+    """Polls and requests for commands that wait."""
     max_held_per_key: int = 5_000
-    """Streams, sockets and parked requests together …"""
+    """Streams, sockets and parked requests together."""
     max_held_per_address: int = 10_000
-    """… and as many from one address, which may be a proxy's."""
+    """The same for one address, which may be a proxy's."""
     beat_s: float = 15.0
-    """How often a stream that has nothing to say says that it lives, and whoever stays is asked for its key."""
+    """How often an idle stream sends a sign of life, and how often the keys of open connections are checked."""
     max_in_flight: int = 20_000
-    """Requests that are being answered, parked polls among them."""
+    """Requests in progress, parked ones included."""
     max_tenant_file_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """What all files of one tenant may take together, uploads and what runs left. None: as much as there is."""
+    """For all files of one tenant, uploads and outputs. None: no limit."""
     max_pending_deliveries: Annotated[int, Meta(ge=1)] = 100_000
-    """Of one tenant, that wait to be sent: beyond them no job of it that adds to them is taken."""
+    """Of one tenant. Beyond it, the hub refuses its jobs that would add deliveries."""
 
 
 class ClientDisconnected(Exception):
-    """Whoever asked is gone; nobody reads an answer."""
+    """The client is gone; nobody reads an answer."""
 
 
 class ByteBudget:
-    """Bytes that are held for a while: so many in all, and half of them by one holder at most, so that it does not keep
-    everybody else out. What does not fit is refused, not queued: a queue would hold what has arrived."""
+    """Limits the bytes held at a time: in total, and half of that for one holder. It refuses instead of queueing,
+    because a queue would hold the bytes that have arrived."""
 
     def __init__(self, most: int, of: str, holder: str) -> None:
-        """`of`: what they are; `holder`: who holds them. Both are words of the refusal."""
+        """`of` (what the bytes are) and `holder` (who holds them) are words for the message."""
         self._most = most
         self._of = of
         self._holder = holder
@@ -104,7 +93,7 @@ class ByteBudget:
         if self.held + size > self._most or self._by_holder[holder] + size > self._most // 2:
             raise Refusal(
                 RefusalCode.UNAVAILABLE,
-                f"the hub takes {self._of} of {self._most} bytes at a time and no more, half of it for one "
+                f"the hub holds at most {self._most} bytes of {self._of} at a time, half of that for one "
                 f"{self._holder}; try again",
                 retry_after_s=_BUDGET_RETRY_S,
             )
@@ -119,10 +108,10 @@ class ByteBudget:
 
 
 class RequestRate:
-    """A bucket of tokens for each name, filled at one rate. Names that have been quiet are forgotten."""
+    """One token bucket for each name. The names that were idle longest are forgotten."""
 
     def __init__(self, per_s: float, burst: int, now: Callable[[], float], of: str = "requests") -> None:
-        """`of`: what is counted, as whoever is refused reads it."""
+        """`of`: what is counted, a word for the message."""
         self._of = of
         self._per_s = per_s
         self._burst = float(burst)
@@ -130,19 +119,18 @@ class RequestRate:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, name: str) -> None:
-        """Refuses when the bucket is empty, and says when it will not be."""
         now = self._now()
         left = self._left(name, now)
         self._check(left)
         self._keep(name, left - 1.0, now)
 
     def check(self, name: str) -> None:
-        """Refuses as `take` does, and takes nothing."""
+        """Refuses as `take` does, but takes no token."""
         if name in self._buckets:
             self._check(self._left(name, self._now()))
 
     def spend(self, name: str) -> None:
-        """Takes one without asking: for what has happened already."""
+        """Takes a token without a check, for an event that has already happened."""
         now = self._now()
         self._keep(name, max(0.0, self._left(name, now) - 1.0), now)
 
@@ -163,7 +151,7 @@ class RequestRate:
         self._buckets.pop(name, None)
         self._buckets[name] = (left, now)
         if len(self._buckets) > _MAX_BUCKETS:
-            # The longest quiet one is the fullest.
+            # The name that was idle longest has the fullest bucket.
             del self._buckets[next(iter(self._buckets))]
 
 
@@ -173,7 +161,7 @@ _CONNECTION_RETRY_S = 5.0
 
 
 class ConnectionSlot:
-    """One that is held. `end` gives it back before its holder leaves by itself."""
+    """One open connection. `end` closes it early."""
 
     __slots__ = ("end",)
 
@@ -198,24 +186,25 @@ class ConnectionLimits:
 
     @contextmanager
     def held(self, kind: Kind, key_id: str, address: str) -> Iterator[ConnectionSlot]:
-        """Refuses where there is no place: the hub's want of them is its own matter, a caller's is the caller's."""
+        """Counts a connection while it is open. Raises `unavailable` if the hub is full, and `rate_limited` if the
+        caller has too many."""
         if self._held[kind] >= self._in_all[kind]:
             raise Refusal(
                 RefusalCode.UNAVAILABLE,
-                f"the hub keeps {self._in_all[kind]} connections of this kind and no more; try again, or another hub",
+                f"the hub keeps at most {self._in_all[kind]} connections of this kind: try again, or use another hub",
                 retry_after_s=_CONNECTION_RETRY_S,
             )
         self._check(len(self._by_key.get(key_id, ())), self._limits.max_held_per_key, "this key")
         self._check(self._by_address[address], self._limits.max_held_per_address, "this address")
-        place = ConnectionSlot()
+        slot = ConnectionSlot()
         self._held[kind] += 1
-        self._by_key.setdefault(key_id, {})[place] = None
+        self._by_key.setdefault(key_id, {})[slot] = None
         self._by_address[address] += 1
         try:
-            yield place
+            yield slot
         finally:
             self._held[kind] -= 1
-            del self._by_key[key_id][place]
+            del self._by_key[key_id][slot]
             if not self._by_key[key_id]:
                 del self._by_key[key_id]
             self._by_address[address] -= 1
@@ -223,26 +212,26 @@ class ConnectionLimits:
                 del self._by_address[address]
 
     def holders(self) -> list[str]:
-        """The keys that have a place now."""
+        """The ids of the keys that have open connections."""
         return list(self._by_key)
 
     def end(self, key_id: str) -> None:
-        for place in list(self._by_key.get(key_id, ())):
-            place.end()
+        for slot in list(self._by_key.get(key_id, ())):
+            slot.end()
 
     @staticmethod
     def _check(held: int, most: int, who: str) -> None:
         if held >= most:
             raise Refusal(
                 RefusalCode.RATE_LIMITED,
-                f"{who} keeps {held} streams, sockets and parked requests, which is the most: close one first",
+                f"{who} has {held} streams, sockets and parked requests, which is the limit: close one first",
                 retry_after_s=_CONNECTION_RETRY_S,
             )
 
 
 COLLECTION = "tenant_turns"
 _LOCAL_TOKENS = 100
-"""One turn in so many is drawn at a time."""
+"""A hub draws one in this many of a minute's tokens at a time."""
 _TRIES = 20
 _MAX_TENANTS = 10_000
 _buckets = msgspec.json.Decoder(TokenBucket)
@@ -254,7 +243,7 @@ class _LocalTokens:
     def __init__(self) -> None:
         self.turns = 0
         self.bucket: TokenBucket | None = None
-        """Where no other hub counts."""
+        """Used only if the store is not shared."""
         self.empty_until = float("-inf")
         self.lock = asyncio.Lock()
 
@@ -267,7 +256,7 @@ class RateLimiter:
         self._local_tokens: dict[TenantId, _LocalTokens] = {}
 
     async def take(self, tenant: TenantId, per_minute: int) -> None:
-        """Refuses where there is none left, and says when there will be."""
+        """Takes one token, or refuses and says when the next one is available."""
         local_tokens = self._tokens_of(tenant)
         async with local_tokens.lock:
             if not local_tokens.turns and (passed := self._clock.monotonic()) >= local_tokens.empty_until:
@@ -300,13 +289,13 @@ class RateLimiter:
                 return drawn
         raise Refusal(
             RefusalCode.UNAVAILABLE,
-            f"too many submit for the tenant {tenant!r} at once; try again in a moment",
+            f"too many clients submit for tenant {tenant!r} at once; try again in a moment",
         )
 
     def _tokens_of(self, tenant: TenantId) -> _LocalTokens:
         local_tokens = self._local_tokens.pop(tenant, None) or _LocalTokens()
         self._local_tokens[tenant] = local_tokens
         if len(self._local_tokens) > _MAX_TENANTS:
-            # The longest unused one; somebody who waits for its lock holds it himself.
+            # The tenant that was idle longest. A task that waits for its lock keeps its own reference.
             del self._local_tokens[next(iter(self._local_tokens))]
         return local_tokens

@@ -1,8 +1,7 @@
-"""The thin layer between HTTP and the handlers: credential, role, bounds, decode, handle, encode; every no a
-problem.
+"""Takes a request through authentication, role check, bounds and decoding to its handler; encodes the answer.
 
-It knows the table of routes and nothing of what the handlers do. A handler takes a `HubRequest` and gives a
-`Reply`, or an ASGI response of its own (a stream, a file), which is sent as it is.
+It knows the route table, not what handlers do. A handler returns a `Reply`, or an ASGI response (a stream, a file) that
+is sent unchanged. Every error becomes a problem document.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ _LOG = logging.getLogger(__name__)
 _ACCESS = logging.getLogger("comfyfleet.access")
 
 _HUNG_UP = 499
-"""In the access log: nobody was there to read an answer."""
+"""Status in the access log if the client left before the answer."""
 
 _PACK_FROM_BYTES = 16 * 1024
-_PACK_APART_FROM_BYTES = 256 * 1024
-"""Packing as much takes milliseconds: others get their turn meanwhile."""
+_PACK_IN_THREAD_FROM_BYTES = 256 * 1024
+"""Compressing this much takes milliseconds, so it runs in a thread."""
 _BLANK_BYTES = 64
 _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}")
 _NOBODY = Caller(Role.VIEWER, "nobody")
@@ -61,7 +60,7 @@ G = TypeVar("G")
 
 
 class HubRequest(Generic[G]):
-    """One request on its way to a handler. `given` is its body, or its query where it has no body."""
+    """One request for a handler. `given` is its body, or its query if it has no body."""
 
     __slots__ = (
         "caller",
@@ -84,18 +83,17 @@ class HubRequest(Generic[G]):
         self.request_id = _request_id(self.headers)
         self.caller = _NOBODY
         self.is_large = False
-        """Whether working on what is given would keep the event loop from others."""
+        """Whether processing `given` would block the event loop."""
         self.given: G
 
     def take(self) -> G:
-        """What is given, which nobody else has from now on: a large body is gone as soon as it is decoded."""
+        """Hands over `given`, so that the caller can free a large body as soon as it is decoded."""
         given = self.given
         del self.given
         return given
 
     @property
     def traceparent(self) -> str | None:
-        """The caller's trace, where it has one."""
         return parse_traceparent(self.headers.get("traceparent"))
 
     @property
@@ -110,12 +108,12 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     headers: dict[str, str] | None = None
     content_type: str = "application/json"
     made: str | None = None
-    """The id of what was made, for the audit log."""
+    """The id of the object that was created, for the audit log."""
 
 
 Handler = Callable[[HubRequest[Any]], Awaitable["Reply | Response"]]
-Answering = Callable[[str, int, float], None]
-"""Hears of each request: its route, its status, how long it took."""
+OnAnswered = Callable[[str, int, float], None]
+"""Called after each request with its route, status and duration in seconds."""
 
 
 class RequestPipeline:
@@ -127,11 +125,11 @@ class RequestPipeline:
         limits: HubLimits,
         audit: AuditLog,
         places: ConnectionLimits,
-        answered: Answering,
+        answered: OnAnswered,
         bodies: LargeBodies,
         faulted: Callable[[], None] = lambda: None,
     ) -> None:
-        """`faulted` hears of each fault that a request met."""
+        """`faulted` is called after each fault of a request."""
         _check_bound(routes, handlers)
         self._bodies = bodies
         self._faulted = faulted
@@ -153,7 +151,7 @@ class RequestPipeline:
         }
         self._in_flight = 0
         self._parked: set[Callable[[], None]] = set()
-        """What ends each of them."""
+        """Functions that end the parked requests."""
         self._is_closing = False
 
     @property
@@ -161,7 +159,7 @@ class RequestPipeline:
         return self._in_flight
 
     def close(self) -> None:
-        """Whatever is parked is answered with "not now"; what comes after is refused alike."""
+        """Answers parked and later requests with `unavailable`."""
         self._is_closing = True
         for end in self._parked:
             end()
@@ -169,7 +167,7 @@ class RequestPipeline:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._paths.find(scope["method"], _raw_path(scope))
         if not isinstance(found, RouteMatch):
-            await _respond_nowhere(scope, found, send)
+            await _send_no_route(scope, found, send)
             self._answered("none", 405 if found else 404, 0.0)
             return
         started = time.perf_counter()
@@ -205,7 +203,7 @@ class RequestPipeline:
         except (Refusal, Fault) as error:
             if isinstance(error, Fault):
                 self._faulted()
-                _LOG.warning("request %s met a fault: %s", call.request_id, error)
+                _LOG.warning("request %s failed: %s", call.request_id, error)
             answered = answer_to(error, call.request_id)
         except ClientDisconnected:
             raise
@@ -235,7 +233,9 @@ class RequestPipeline:
     async def _handled(self, call: HubRequest[Any]) -> Reply | Response:
         route, limits = call.route, self._limits
         if self._in_flight > limits.max_in_flight:
-            raise Refusal(RefusalCode.UNAVAILABLE, "the hub answers as many requests as it can; try again")
+            raise Refusal(
+                RefusalCode.UNAVAILABLE, f"the hub has {limits.max_in_flight} requests in progress; try again"
+            )
         if route.roles:
             token = token_in(call.scope) if route.takes_token else None
             caller = call.caller = await self._credentials.caller(
@@ -246,12 +246,12 @@ class RequestPipeline:
                 allowed = ", ".join(sorted(role.value for role in route.roles))
                 raise Refusal(
                     RefusalCode.NOT_ALLOWED,
-                    f"a key of role {caller.role.value!r} may not do this: {allowed} may",
+                    f"a key of role {caller.role.value!r} may not do this; allowed roles: {allowed}",
                 )
         else:
             self._rate.take(call.address)
         if route.takes_form and is_form(call.headers):
-            assert route.decodes is not None, "what a form says could be said without one"
+            assert route.decodes is not None, "a route with a form also takes a body"
             call.given = route.decodes()
         elif route.body is not None:
             key_id = call.caller.key_id if route.roles else call.address
@@ -272,8 +272,8 @@ class RequestPipeline:
             return await handler(call)
         if self._is_closing:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
-        with self._places.held("poll", call.caller.key_id, call.address) as place:
-            return await self._attend(call, place, handler(call))
+        with self._places.held("poll", call.caller.key_id, call.address) as slot:
+            return await self._attend(call, slot, handler(call))
 
     async def _audited(self, call: HubRequest[Any], handler: Handler) -> Reply | Response:
         caller, route = call.caller, call.route
@@ -300,9 +300,9 @@ class RequestPipeline:
         return await reading.decode(self._decoders[call.route.name], body)
 
     async def _attend(
-        self, call: HubRequest[Any], place: ConnectionSlot, work: Awaitable[Reply | Response]
+        self, call: HubRequest[Any], slot: ConnectionSlot, work: Awaitable[Reply | Response]
     ) -> Reply | Response:
-        """Whoever hangs up is not waited for: a parked poll ends with its connection, and with its key."""
+        """Runs a parked request, and ends it with its connection or its key."""
         task, is_ended = asyncio.current_task(), False
         assert task is not None, "a request is served in a task"
 
@@ -312,7 +312,7 @@ class RequestPipeline:
                 is_ended = True
                 task.cancel()
 
-        place.end = end
+        slot.end = end
         watch = asyncio.ensure_future(_until_hung_up(call.receive))
         watch.add_done_callback(end)
         self._parked.add(end)
@@ -326,16 +326,16 @@ class RequestPipeline:
                 raise ClientDisconnected from None
             if self._is_closing:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again") from None
-            raise Refusal(RefusalCode.UNAUTHENTICATED, "the key is not good any more") from None
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "the key is no longer valid") from None
         finally:
-            # Whoever hangs up from here on disturbs nobody, though it may be on its way to be told.
+            # A disconnect from here on must not cancel the task.
             is_ended = True
             self._parked.discard(end)
             watch.cancel()
 
 
 def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> None:
-    """Every route has a handler, every handler a route, and both mean the same body."""
+    """Every route has a handler and every handler a route, with the same body type."""
     names = {route.name for route in routes}
     assert names == handlers.keys(), f"routes and handlers differ in {sorted(names ^ handlers.keys())}"
     for route in routes:
@@ -355,18 +355,18 @@ async def _until_hung_up(receive: Receive) -> None:
 
 def _raw_path(scope: Scope) -> str:
     raw: bytes | None = scope.get("raw_path")
-    # Without what a server in front may have left in: the query is not part of it.
+    # Some servers leave the query in the raw path.
     return scope["path"] if raw is None else raw.partition(b"?")[0].decode("latin-1")
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    # Names come in lower case. Of those that are sent twice the first counts.
+    # Names are in lower case. The first of several equal names counts.
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
     given = headers.get("x-request-id", "")
-    # Only to be told apart, so no secret: those are fetched from the kernel.
+    # No secret, so a fast generator is enough.
     return given if given and _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
 
 
@@ -385,7 +385,7 @@ async def _send_reply(call: HubRequest[Any], reply: Reply, send: Send) -> None:
         body = reply.body if isinstance(reply.body, bytes) else _ENCODER.encode(reply.body)
         headers.append((b"content-type", reply.content_type.encode("latin-1")))
     if len(body) >= _PACK_FROM_BYTES and "gzip" in call.headers.get("accept-encoding", ""):
-        is_large = len(body) >= _PACK_APART_FROM_BYTES
+        is_large = len(body) >= _PACK_IN_THREAD_FROM_BYTES
         body = await asyncio.to_thread(gzip.compress, body, 1) if is_large else gzip.compress(body, 1)
         headers += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]
     for name, value in (reply.headers or {}).items():
@@ -405,7 +405,7 @@ async def _send_refusal_page(answered: ProblemAnswer, request_id: str, scope: Sc
     told = {"content-type": "text/html; charset=utf-8", "x-request-id": request_id}
     told |= {**html.HEADERS, **answered.headers()}
     if "www-authenticate" in told:
-        # A browser asks for it by itself, sends it with each look, and puts it into no address.
+        # The browser then asks for the key, sends it with each request and keeps it out of the URL.
         told["www-authenticate"] = (
             'Basic realm="ComfyFleet: any user name, and a key as password", charset="UTF-8"'
         )
@@ -413,15 +413,15 @@ async def _send_refusal_page(answered: ProblemAnswer, request_id: str, scope: Sc
     await _send(scope, send, answered.status, headers, html.refusal_page(answered).encode())
 
 
-async def _respond_nowhere(scope: Scope, methods: tuple[str, ...], send: Send) -> None:
-    """Neither a route nor a caller: a path that is not, or a method it does not have."""
+async def _send_no_route(scope: Scope, methods: tuple[str, ...], send: Send) -> None:
+    """Answers an unknown path, or a method that the path does not allow."""
     path, request_id = scope["path"], _request_id(_headers(scope))
     if not methods:
         answered = answer_to(Refusal(RefusalCode.NOT_FOUND, f"there is nothing at {path!r}"), request_id)
         await _send_problem(answered, request_id, scope, send)
         return
     allow = ", ".join(methods)
-    message = f"{path!r} has no {scope['method']}: it has {allow}"
+    message = f"{path!r} does not allow {scope['method']}; it allows {allow}"
     body = answer_to(Refusal(RefusalCode.INVALID_REQUEST, message), request_id).body | {"status": 405}
     headers = [(b"content-type", CONTENT_TYPE.encode()), (b"allow", allow.encode())]
     headers.append((b"x-request-id", request_id.encode("latin-1")))

@@ -1,6 +1,6 @@
-"""Whom a request comes from, where a proxy stands in front of the hub.
+"""Finds the address of the sender behind reverse proxies.
 
-`X-Forwarded-For` is what its sender makes it. It is read from proxies that an operator trusts, and from nobody else.
+Any client can send `X-Forwarded-For`, so the hub reads it only from proxies that the operator trusts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TrustedProxies:
     """`entries`: addresses, and networks such as 10.0.0.0/8."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        """Raises `ValueError` with the entry that is neither."""
+        """Raises `ValueError` for an entry that is neither."""
         networks = []
         for entry in entries:
             try:
@@ -31,7 +31,7 @@ class TrustedProxies:
         self._networks = tuple(networks)
 
     def with_sender(self, scope: Scope) -> Scope:
-        """The scope with the address of the sender in place of that of a trusted proxy."""
+        """The scope with the sender's address in place of a trusted proxy's."""
         client = scope.get("client")
         if not self._networks or not client or not self._trusts(_parsed(client[0])):
             return scope
@@ -39,7 +39,7 @@ class TrustedProxies:
         return scope if sender is None else {**scope, "client": (sender, 0)}
 
     def _sender(self, hops: Sequence[str]) -> str | None:
-        """The last hop that is no trusted proxy: each proxy adds the address that it was asked from."""
+        """The last hop that is not a trusted proxy: each proxy appends the address of its client."""
         sender = None
         for hop in reversed(hops):
             address = _parsed(hop)
@@ -60,7 +60,7 @@ def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
 
 
 def _parsed(text: str) -> _Address | None:
-    """Some proxies add the port."""
+    """The address without the port that some proxies append."""
     text = text.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]
@@ -70,5 +70,5 @@ def _parsed(text: str) -> _Address | None:
         address = ipaddress.ip_address(text)
     except ValueError:
         return None
-    # As a socket for both families shows it.
+    # A dual-stack socket shows IPv4 addresses in this form.
     return getattr(address, "ipv4_mapped", None) or address

@@ -1,7 +1,7 @@
-"""Which route a path means: a tree of segments, so that the cost does not grow with the number of routes.
+"""Finds the route of a path in a tree of segments, and decodes the query string into a typed value.
 
-The query of a request as a typed value. A name that is not known is refused: a filter that nobody reads must not
-look applied.
+The cost does not grow with the number of routes. An unknown name in a query is refused, so that no filter is silently
+ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from comfyfleet.wire.bodies import WholeQuery
 from comfyfleet.wire.route import Route
 
 _ANY = "/"
-"""No segment of a path is that."""
+"""Matches every segment. No segment can contain this character."""
 
 
 class RouteMatch(NamedTuple):
@@ -25,68 +25,68 @@ class RouteMatch(NamedTuple):
     parameters: dict[str, str]
 
 
-class _Place:
+class _Node:
     __slots__ = ("by_method", "parts")
 
     def __init__(self) -> None:
-        self.parts: dict[str, _Place] = {}
+        self.parts: dict[str, _Node] = {}
         self.by_method: dict[str, tuple[Route, tuple[str, ...]]] = {}
 
 
 class Router:
     def __init__(self, routes: tuple[Route, ...]) -> None:
-        self._root = _Place()
-        self._fixed: dict[str, _Place] = {}
+        self._root = _Node()
+        self._fixed: dict[str, _Node] = {}
         for route in routes:
             for path in route.paths:
                 self._add(route, path)
 
     def _add(self, route: Route, path: str) -> None:
-        place, names = self._root, []
+        node, names = self._root, []
         for part in path.split("/")[1:]:
             if part.startswith("{"):
                 names.append(part[1:-1])
                 part = _ANY
-            place = place.parts.setdefault(part, _Place())
-        assert route.method not in place.by_method, f"{route.method} {path} stands in the table twice"
-        place.by_method[route.method] = (route, tuple(names))
+            node = node.parts.setdefault(part, _Node())
+        assert route.method not in node.by_method, f"{route.method} {path} is in the route table twice"
+        node.by_method[route.method] = (route, tuple(names))
         if not names:
-            self._fixed[path] = place
+            self._fixed[path] = node
 
     def find(self, method: str, raw_path: str) -> RouteMatch | tuple[str, ...]:
-        """The route with what stands in its path; or the methods that the path does have."""
+        """The route and its path parameters, or the methods that the path allows."""
         values: list[str] = []
-        place = self._fixed.get(raw_path) or self._walk(raw_path, values)
-        if place is None:
+        node = self._fixed.get(raw_path) or self._walk(raw_path, values)
+        if node is None:
             return ()
-        found = place.by_method.get(method)
+        found = node.by_method.get(method)
         if found is None:
-            return tuple(place.by_method)
+            return tuple(node.by_method)
         route, names = found
         return RouteMatch(route, dict(zip(names, values, strict=True)))
 
-    def _walk(self, raw_path: str, values: list[str]) -> _Place | None:
-        place = self._root
+    def _walk(self, raw_path: str, values: list[str]) -> _Node | None:
+        node = self._root
         for part in raw_path.split("/")[1:]:
-            following = place.parts.get(part)
+            following = node.parts.get(part)
             if following is None:
-                following = place.parts.get(_ANY)
+                following = node.parts.get(_ANY)
                 if following is None or not part:
                     return None
                 values.append(unquote(part))
-            place = following
-        return place if place.by_method else None
+            node = following
+        return node if node.by_method else None
 
 
 T = TypeVar("T")
 
 _MAX_FIELDS = 100
 _ELSEWHERE = frozenset({"token"})
-"""Read by others."""
+"""Names that another module reads."""
 
 
 def read_query(raw: bytes, kind: type[Any]) -> Any:
-    """`name[key]=value` and `name.key=value` make a mapping; every other name stands once."""
+    """`name[key]=value` and `name.key=value` make a mapping; any other name may appear once."""
     try:
         pairs = parse_qsl(
             raw.decode("ascii"), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict"
@@ -104,14 +104,14 @@ def read_query(raw: bytes, kind: type[Any]) -> Any:
                 within[key] = value
                 continue
         if name in found:
-            raise Refusal(RefusalCode.INVALID_REQUEST, f"{name!r} stands in the query twice")
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"{name!r} is in the query twice")
         found[name] = value
     try:
         made = msgspec.convert(found, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"the query is not what is expected: {error}") from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the query is not valid: {error}") from error
     for name in found:
-        # Whoever reads text as something else also reads `null` as nothing: the filter would not be applied.
+        # Lax conversion reads `null` as None, and the filter would not apply.
         if getattr(made, name) is None:
             raise Refusal(RefusalCode.INVALID_REQUEST, f"{name!r} has no value in the query: leave it out")
     return made
@@ -120,7 +120,7 @@ def read_query(raw: bytes, kind: type[Any]) -> Any:
 def page_of(
     found: Sequence[T], asked: WholeQuery, name: Callable[[T], str]
 ) -> tuple[Sequence[T], str | None]:
-    """Of a list that is at hand as a whole: what was asked for of it, and where to go on."""
+    """One page of a complete list, and the cursor of the next page."""
     if asked.limit is None and asked.cursor is None:
         return found, None
     behind = sorted((each for each in found if asked.cursor is None or name(each) > asked.cursor), key=name)

@@ -1,4 +1,4 @@
-"""A hub on a port: uvicorn with our settings, TLS by certificate files, an end that waits for nobody for ever."""
+"""Serves a hub on a port: uvicorn with our settings, TLS, and a shutdown with a time limit."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 class HubServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 3001
-    """0: any that is free."""
+    """0: any free port."""
     ws_port: int | None = None
-    """A second one with the same on it; 0: any that is free."""
+    """A second port for the same application; 0: any free port."""
     certificate_file: str | None = None
     key_file: str | None = None
     graceful_s: float = 5.0
@@ -33,7 +33,7 @@ class HubServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class _Server(uvicorn.Server):
-    """Signals are for whoever started the process: a hub is also a part of something else, or of a test."""
+    """Leaves signals to the process, because a hub may be part of another program. uvicorn has no setting for it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -41,7 +41,7 @@ class _Server(uvicorn.Server):
 
 
 class HubServer:
-    """An async context manager: inside it the hub answers at `url`."""
+    """An async context manager: the hub answers at `url` while it is open."""
 
     def __init__(self, hub: Hub, settings: HubServerSettings | None = None) -> None:
         self._hub = hub
@@ -64,7 +64,7 @@ class HubServer:
         if self._hub.is_open and not is_loopback(settings.host):
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                f"a hub that asks for no key may not listen on {settings.host}: bind to 127.0.0.1, or use keys",
+                f"a hub without keys may not listen on {settings.host}: bind to 127.0.0.1, or use keys",
             )
         self._sockets = [_bind(settings, settings.port)]
         self.port = self._sockets[0].getsockname()[1]
@@ -80,7 +80,7 @@ class HubServer:
         while not self._server.started:
             if self._task.done():
                 self._task.result()
-                raise Fault("the hub's server ended before it began; its log says why")
+                raise Fault("the hub's server ended before it was ready; its log names the cause")
             await asyncio.sleep(0.005)
         self._connections.start()
         self._hub.start()
@@ -92,7 +92,7 @@ class HubServer:
         await self.close()
 
     async def close(self) -> None:
-        """Takes no more connections, answers what is parked, and ends within the grace. Can be called twice."""
+        """Answers parked requests and ends all connections within the grace time. Can be called twice."""
         self._hub.stop()
         self._connections.close()
         if self._server is not None:
@@ -104,14 +104,14 @@ class HubServer:
             bound.close()
 
     async def serve(self) -> None:
-        """Until somebody closes it."""
+        """Waits until the server is closed."""
         assert self._task is not None, "a server is waited for inside its context"
         await asyncio.shield(self._task)
 
 
 def _bind(settings: HubServerSettings, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Named, or asyncio does not know that its connections are TCP and leaves them waiting to fill a packet.
+    # Without the protocol, asyncio does not recognise TCP and does not set TCP_NODELAY.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -120,7 +120,7 @@ def _bind(settings: HubServerSettings, port: int) -> socket.socket:
         bound.close()
         raise Fault(
             f"the hub cannot listen on {settings.host}:{port}: {error.strerror}; choose another port, or "
-            "end what uses this one"
+            "stop the process that uses it"
         ) from error
     return bound
 

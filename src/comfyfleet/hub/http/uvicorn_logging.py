@@ -1,7 +1,7 @@
-"""What a sender does wrong on its connection is one quiet line in the log: nobody here can do anything about it.
+"""Logs a client's protocol error as one INFO line, because an operator can do nothing about it.
 
-uvicorn tells of it with a traceback, as of a defect: of text that is no UTF-8, of frames that come after the end, of a
-sender that is gone while it is being answered. Everything else is logged as before.
+uvicorn logs it with a traceback, like a defect: invalid UTF-8, frames after the close, a client that left during its
+answer. Everything else is logged as before.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class UvicornLogger(logging.LoggerAdapter[logging.Logger]):
-    """In place of the logger of a connection."""
+    """Replaces the logger of a connection."""
 
     @property
     def level(self) -> int:
         return self.logger.level
 
     def warning(self, msg: object, *args: object, **more: Any) -> None:
-        # All that uvicorn warns of on a connection is what came over it: whoever sends that a thousand times a second
-        # must not fill our log.
+        # Each warning concerns data from the client, which must not be able to fill the log.
         _LOG.info(msg, *args, **more)
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
@@ -41,14 +40,14 @@ class UvicornLogger(logging.LoggerAdapter[logging.Logger]):
 def is_senders_fault(error: Exception) -> bool:
     match error:
         case UnicodeDecodeError():
-            # By uvicorn itself, which tells of it where it was raised. From deeper down it would be our own.
+            # Raised by uvicorn itself, where it logs. From deeper down it would be our own error.
             return error.__traceback__ is not None and error.__traceback__.tb_next is None
         case RuntimeError():
-            # What uvloop says of a connection that was lost in the middle of a write.
+            # uvloop raises this for a connection that was lost during a write.
             return "the handler is closed" in str(error)
     return isinstance(error, InvalidState)
 
 
 def tell(error: Exception) -> None:
-    # Not the error's own text: it may hold what was sent.
-    _LOG.info("a connection was given up: its sender is gone or breaks the rules (%s)", type(error).__name__)
+    # The error's own text may contain data that the client sent.
+    _LOG.info("connection closed: the client left or violated the protocol (%s)", type(error).__name__)

@@ -19,7 +19,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.operator_commands import Action
 from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.credentials import WorkersByKey
-from comfyfleet.hub.local_worker_api import apart, has_many, made_safe
+from comfyfleet.hub.local_worker_api import has_many, made_safe, offload
 from comfyfleet.hub.workers import as_worker, check_holder
 from comfyfleet.model.access import Caller
 from comfyfleet.model.block import EVERY_WORKER
@@ -223,7 +223,7 @@ class WebSocketWorkers:
     async def _progress(self, body: websocket.UpdateProgress) -> None:
         ref = await self._ref(body)
         data = body.progress if isinstance(body.progress, dict) else {"percentage": body.progress}
-        progress = await apart(lambda: safe_progress(data), is_large=has_many(data.values()))
+        progress = await offload(lambda: safe_progress(data), is_large=has_many(data.values()))
         beat = await self._engine.progress([ProgressReport(ref, ProgressKind.PROGRESS, progress)])
         self._command(beat.commands)
         self._lose(beat.lost)
