@@ -44,7 +44,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 async def test_what_was_not_heard_is_found(rig: HubRig, receiver: Receiver) -> None:
     """As when a worker has no engine, or the hub that heard it died."""
     job_id = await rig.submit(webhook=receiver.url)
-    rig.hub._delivering._leave_bus()
+    rig.hub._webhook_dispatcher._leave_bus()
     await complete(rig, await lease(rig))
     await settled(rig, job_id, "delivered")
 
@@ -53,7 +53,7 @@ async def test_a_job_whose_tenants_database_is_away_keeps_no_others_from_being_t
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comfyfleet.hub.webhooks.dispatcher._BATCH_SIZE", 1)
-    rig.hub._delivering._leave_bus()
+    rig.hub._webhook_dispatcher._leave_bus()
     first, second = [await rig.submit(webhook=receiver.url) for _ in range(2)]
     store, is_away = rig.engine.store, True
     facts = store.facts

@@ -295,7 +295,7 @@ async def test_a_lease_that_is_over_is_told_as_a_cancelled_job(rig: HubRig) -> N
         await rig.engine._verdicts.give_back(dispatch)
         await line.say("heartbeat", worker_id="gpu-a")
         told = await line.until("job_cancelled")
-        assert (told["job_id"], "lease is over" in told["reason"]) == (given["job_id"], True)
+        assert (told["job_id"], "lease has ended" in told["reason"]) == (given["job_id"], True)
 
 
 async def test_a_key_of_one_worker_speaks_for_no_other(rig: HubRig) -> None:

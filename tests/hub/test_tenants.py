@@ -388,9 +388,9 @@ async def test_the_audit_log_tells_of_a_deletion_once_however_often_it_is_tried(
     with monkeypatch.context() as patch:
         patch.setattr(TenantDeletion, "leave", later)
         for _ in range(3):
-            await rig.hub._tenant_maintenance._see_to(TENANT)
+            await rig.hub._tenant_maintenance._process(TENANT)
     assert await told() == []
-    await rig.hub._tenant_maintenance._see_to(TENANT)
+    await rig.hub._tenant_maintenance._process(TENANT)
     assert await told() == ["done"] and (await rig.get(ACME)).status == 404
 
 

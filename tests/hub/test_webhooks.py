@@ -110,16 +110,16 @@ async def test_a_job_without_a_webhook_is_not_looked_at_because_of_others(
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[str] = []
-    noted = rig.hub._delivering._ledger.noted
+    noted = rig.hub._webhook_dispatcher._ledger.noted
 
     async def note_of(job_id: JobId, round_: int) -> StoredOutboxEntry | None:
         looked_at.append(job_id)
         return await noted(job_id, round_)
 
-    monkeypatch.setattr(rig.hub._delivering._ledger, "noted", note_of)
+    monkeypatch.setattr(rig.hub._webhook_dispatcher._ledger, "noted", note_of)
     heard_of = await rig.submit(webhook=receiver.url, priority=-100)
     await run_one(rig)
-    assert not rig.hub._delivering._unheard, "its end is the end of it"
+    assert not rig.hub._webhook_dispatcher._unheard, "its end is the end of it"
     await complete(rig, await lease(rig))
     await receiver.until(1)
     assert set(looked_at) == {heard_of}
@@ -196,10 +196,10 @@ async def test_what_nobody_foresaw_has_an_end_too(
     async def stumble(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(rig.hub._delivering._guard, "post", stumble)
+    monkeypatch.setattr(rig.hub._webhook_dispatcher._guard, "post", stumble)
     found = await settled(rig, await run_one(rig, webhook=receiver.url), "given_up")
     assert (found["attempts"], found["last_status"]) == (3, None)
-    assert "its log says why" in found["last_error"]
+    assert "see the hub's log" in found["last_error"]
 
 
 async def test_a_name_that_leads_home_is_taken_and_never_called(receiver: Receiver) -> None:
@@ -256,7 +256,7 @@ async def test_old_deliveries_are_forgotten(receiver: Receiver) -> None:
             old = msgspec.structs.replace(delivery, status=status, ended_at=ended_at)
             name = f"01800000-0000-7000-8000-{number:012d}/00000003/job"
             await rig.documents.put("deliveries", name, msgspec.json.encode(old), version=0)
-        rig.hub._delivering._pruned_at = 0.0
+        rig.hub._webhook_dispatcher._pruned_at = 0.0
 
         async def is_pruned() -> bool:
             return len(await rig.documents.listing("deliveries")) == 4
@@ -276,7 +276,7 @@ async def test_however_many_are_old_they_are_forgotten_without_a_pause(
         name = f"01800000-0000-7000-8000-{number:012d}/00000003/job"
         await rig.documents.put("deliveries", name, msgspec.json.encode(old), version=0)
     monkeypatch.setattr(dispatcher, "_PRUNE", 10)
-    rig.hub._delivering._pruned_at = 0.0
+    rig.hub._webhook_dispatcher._pruned_at = 0.0
 
     async def is_pruned() -> bool:
         return len(await rig.documents.listing("deliveries")) == 1

@@ -1,1 +1,1 @@
-"""The hub: both doors of an engine, published over HTTP. No policy, no SQL."""
+"""The hub: the job API and the worker API of an engine over HTTP and WebSocket. No policy, no SQL."""

@@ -91,10 +91,12 @@ class Hub:
         self.limits = limits or HubLimits()
         self._is_stopping = False
         self._channels, self._fleet = JobChannels(engine), FleetFeed(engine)
-        self.places = places = ConnectionLimits(self.limits)
-        metrics = Metrics(places, version_here())
+        self.places = connection_limits = ConnectionLimits(self.limits)
+        metrics = Metrics(connection_limits, version_here())
         engine.measured_by(metrics.wrote)
-        self._streams = StreamHandlers(engine, self._channels, self._fleet, places, self.limits.beat_s)
+        self._streams = StreamHandlers(
+            engine, self._channels, self._fleet, connection_limits, self.limits.beat_s
+        )
         guard, ledger, webhooks = guard or UrlGuard(), WebhookOutbox(documents), Webhooks(documents, clock)
         sender = WebhookSender(engine, ledger, webhooks, guard, SystemRandom())
         self._webhook_dispatcher = WebhookDispatcher(
@@ -107,7 +109,7 @@ class Hub:
         )
         credentials = Authenticator(self.keys, clock, self.limits, is_open=is_open)
         keyed = WorkersByKey(engine, self.keys)
-        self._key_watch = RevocationWatch(self.keys, places, keyed, self.limits.beat_s)
+        self._key_watch = RevocationWatch(self.keys, connection_limits, keyed, self.limits.beat_s)
         tenant_services = tenant_services or TenantServices(engine.store, clock, {})
         tenants, pools = tenant_services.tenants, tenant_services.pools
         cleanups = {
@@ -125,7 +127,7 @@ class Hub:
         engine.suspends_by(TenantSuspension(tenants, shares, self.audit).suspend)
         resources = TenantResources(
             cancel=engine.cancel,
-            revoked=partial(_end_key, credentials, places),
+            revoked=partial(_end_key, credentials, connection_limits),
             erase_files=None if assets is None else assets.forget_tenant,
             shred=shred,
         )
@@ -154,7 +156,7 @@ class Hub:
             **CreditHandlers(engine, tenants, pools).bound(),
             **UsageHandlers(tenant_services.homes, clock).bound(),
             **ReconcileHandlers(tenant_services.reconciler).bound(),
-            **KeyHandlers(self.keys, credentials, places, self.audit, keyed).bound(),
+            **KeyHandlers(self.keys, credentials, connection_limits, self.audit, keyed).bound(),
             **PageHandlers(engine, stats, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
             **health.bound(),
@@ -166,7 +168,7 @@ class Hub:
             credentials,
             self.limits,
             self.audit,
-            places,
+            connection_limits,
             metrics.answered,
             self._bodies,
             health.suspect,
@@ -178,7 +180,7 @@ class Hub:
             credentials,
             self.limits,
             self.audit,
-            places,
+            connection_limits,
             inputs,
             workers,
             self._bodies,
@@ -256,6 +258,6 @@ class Hub:
                 return
 
 
-def _end_key(credentials: Authenticator, places: ConnectionLimits, key_id: str) -> None:
+def _end_key(credentials: Authenticator, connection_limits: ConnectionLimits, key_id: str) -> None:
     credentials.forget(key_id)
-    places.end(key_id)
+    connection_limits.end(key_id)

@@ -17,14 +17,14 @@ class KeyHandlers:
         self,
         keys: Keys,
         credentials: Authenticator,
-        places: ConnectionLimits,
+        connection_limits: ConnectionLimits,
         audit: AuditLog,
         workers: WorkersByKey,
     ) -> None:
         self._keys = keys
         self._audit = audit
         self._credentials = credentials
-        self._places = places
+        self._connection_limits = connection_limits
         self._workers = workers
 
     def bound(self) -> dict[str, Handler]:
@@ -65,7 +65,7 @@ class KeyHandlers:
     async def _end(self, key_id: str, worker_id: WorkerId | None) -> None:
         """Ends the connections first, so that a worker cannot register again over one of them."""
         self._credentials.forget(key_id)
-        self._places.end(key_id)
+        self._connection_limits.end(key_id)
         await self._workers.end(key_id, worker_id)
 
     async def rotate_own(self, call: HubRequest[wire.RotateBody]) -> Reply:

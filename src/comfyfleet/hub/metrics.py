@@ -57,8 +57,8 @@ class StoredFigures(msgspec.Struct, frozen=True):
 
 
 class Metrics:
-    def __init__(self, places: ConnectionLimits, version: str) -> None:
-        self._places = places
+    def __init__(self, connection_limits: ConnectionLimits, version: str) -> None:
+        self._connection_limits = connection_limits
         self._version = version
         self._registry = registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=registry)
@@ -146,7 +146,7 @@ class Metrics:
         held = GaugeMetricFamily(
             "comfyfleet_connections", "Streams, sockets and parked requests of this process", labels=["kind"]
         )
-        for kind, number in self._places.counts().items():
+        for kind, number in self._connection_limits.counts().items():
             held.add_metric([kind], number)
         yield held
         yield GaugeMetricFamily(

@@ -1,8 +1,7 @@
-"""A log in the cabinet that nobody changes unnoticed: groups of entries, each with the hash of what came before it.
+"""A tamper-evident log in the document store: groups of entries, each with the hash of the entry before it.
 
-A group is a document that is named by the number of its first entry. To write the next one is to create that document,
-which of several hubs one alone can do; the others read what was written and follow it. So a group costs one write, as
-it would without a chain, and there is no head to keep in step.
+A document holds one group; its name is the number of the first entry. Writing means creating the next document, which
+only one of several hubs can do; the others read that document and continue after it. So a group costs one write.
 """
 
 from __future__ import annotations
@@ -20,34 +19,30 @@ from comfyfleet.ports import Clock, Document, DocumentStore
 from comfyfleet.wire.keys import BEGINNING, hash_of
 
 CHAINS = "audit_chains"
-"""A document for each log: which chain of its drawer is written on. Another store's chains may lie beside it."""
+"""One document for each log with the id of the current chain. Chains copied from another store may be beside it."""
 
 _GROUP = 50
-"""Entries in one document: an entry has about a kilobyte at most, a document 64."""
+"""Entries of one document. An entry has about a kilobyte at most, a document 64."""
 _PAGE = 100
 _TRUSTED_S = 600.0
-"""Less than anything in a log is kept for."""
-_POLITE_S = 1.0
+"""Shorter than every retention time of a log."""
+_CONTENDED_S = 1.0
 _PAUSE_S = 0.003
 _TRIES = 200
 _DIGITS = 14
 
 
 class LogGroup(msgspec.Struct, frozen=True):
-    """A document of the log."""
-
     previous: str
-    """The hash of the entry before the first."""
+    """Hash of the entry before the first one."""
     at: float
-    """Never before that of the group before it; none of its entries is later."""
+    """Time of the newest entry, and never before that of the previous group."""
     hash: str
-    """Of its last entry."""
+    """Hash of the last entry."""
     entries: tuple[AuditEntry, ...]
 
 
 class ChainedEntry(msgspec.Struct, frozen=True):
-    """An entry in its place."""
-
     id: str
     number: int
     previous: str
@@ -72,17 +67,16 @@ class HashChain:
         self._name = ""
         self._head: _Head | None = None
         self._seen_at = 0.0
-        """When that was the head for certain."""
-        self._met_at = float("-inf")
-        """When another hub was last found to have written."""
+        """When `_head` was known to be the head."""
+        self._contended_at = float("-inf")
+        """When this hub last found that another hub had written."""
         self._waiting: list[tuple[AuditEntry, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     # writing
 
     async def append(self, entry: AuditEntry) -> None:
-        """Returns when it stands. Whoever comes while a group is being written is in the next: the busier the hub, the
-        larger they are."""
+        """Returns when the entry is stored. Entries that arrive during a write go into the next group together."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((entry, written))
         if self._writing is None:
@@ -96,7 +90,7 @@ class HashChain:
                 error: Exception | None = None
                 try:
                     await self._link(tuple(entry for entry, _ in group))
-                # Whatever it was: those who wait are told, and the others get their turn.
+                # Any error: report it to the waiting callers and go on with the next group.
                 except Exception as caught:
                     error = caught
                 for _, written in group:
@@ -114,12 +108,12 @@ class HashChain:
         if self._head is None:
             self._head = await self._find_head()
         elif now >= self._seen_at + _TRUSTED_S:
-            # What others wrote meanwhile may be forgotten by now: its numbers are free, and not to be taken again.
+            # Groups of other hubs may have been deleted by now; their numbers must not be used again.
             self._head = await self._catch_up(self._head)
         self._seen_at = now
-        if now < self._met_at + _POLITE_S:
-            # Others write too. To follow them takes a reading more than to go on alone: without a pause, whoever wrote
-            # last would write next, again and again. More come together meanwhile.
+        if now < self._contended_at + _CONTENDED_S:
+            # Another hub writes too. Following costs a read more than leading, so without a pause the hub that wrote
+            # last would always write next.
             await asyncio.sleep(_PAUSE_S)
         for _ in range(_TRIES):
             head = self._head
@@ -128,13 +122,13 @@ class HashChain:
             if await self._documents.put(self.collection, name, msgspec.json.encode(group), version=0):
                 self._head = _Head(head.number + len(entries), group.hash, group.at)
                 return
-            # Another hub was quicker: its groups come first.
-            self._met_at = self._clock.monotonic()
+            # Another hub was faster; its groups come first.
+            self._contended_at = self._clock.monotonic()
             self._head = await self._catch_up(head)
-        raise Fault("other hubs write to the audit log all the time; try again")
+        raise Fault("other hubs keep writing to the audit log at the same time; try again")
 
     async def _catch_up(self, head: _Head) -> _Head:
-        # From before the first unknown document on: names are in the order of numbers.
+        # The names of documents sort by number.
         after = self._document(head.number)
         while page := await self._documents.listing(self.collection, after, _PAGE):
             for document in page:
@@ -148,13 +142,12 @@ class HashChain:
     # reading
 
     async def page(self, after: str, limit: int) -> tuple[list[ChainedEntry], str | None]:
-        """Entries in their order, and where the next page begins. Chains that came with another store are before or
-        behind, as they began."""
+        """A page of entries and the cursor of the next page. Chains from another store sort by their start."""
         found: list[ChainedEntry] = []
         name, _, place = after.partition(".")
         if place:
             if not place.isascii() or not place.isdigit():
-                raise Refusal(RefusalCode.INVALID_REQUEST, "no list goes on there: begin it anew")
+                raise Refusal(RefusalCode.INVALID_REQUEST, "the cursor is not valid: start without one")
             document = await self._documents.get(self.collection, name)
             found += [] if document is None else linked(document)[int(place) + 1 :]
         while len(found) <= limit:
@@ -168,7 +161,7 @@ class HashChain:
         return page, page[-1].id if len(found) > limit else None
 
     async def place_before(self, time: float) -> str:
-        """As a place in a list: behind groups that have only older entries."""
+        """The cursor after all groups that have only older entries."""
         await self._begin()
         last = await self._last_before(time)
         return self._document(0) if last is None else last.name
@@ -178,14 +171,14 @@ class HashChain:
         return await self._next(0)
 
     async def groups_before(self, time: float, limit: int) -> list[Document]:
-        """Those that have only entries from before then, the oldest first."""
+        """The groups that have only older entries, oldest first."""
         await self._begin()
         page = await self._documents.listing(self.collection, self._document(0), limit)
         own = (each for each in page if each.name.startswith(f"{self._name}/"))
         return [each for each in own if _groups.decode(each.body).at < time]
 
     async def forget(self, documents: Sequence[Document]) -> None:
-        """Only what another group follows: on the last one the next is linked."""
+        """Never pass the last group: the next one needs its hash."""
         for document in documents:
             await self._documents.remove(self.collection, document.name)
 
@@ -199,7 +192,7 @@ class HashChain:
             name = f"{int(self._clock.now() * 1000):012x}{secrets.token_hex(4)}"
             await self._documents.put(CHAINS, self.collection, name.encode(), version=0)
             document = await self._documents.get(CHAINS, self.collection)
-            assert document is not None, "it was written, here or by another hub"
+            assert document is not None, "this hub or another one has just written it"
         self._name = document.body.decode()
 
     async def _find_head(self) -> _Head:
@@ -211,10 +204,10 @@ class HashChain:
         return _Head(_number(last.name) + len(group.entries) - 1, group.hash, group.at)
 
     async def _last_before(self, time: float) -> Document | None:
-        """The last group that is older; found in a few steps, however long the log is."""
+        """The last group with only older entries, by an exponential and then a binary search."""
 
         async def look(number: int) -> Document | None:
-            """The first group behind that number, if it is older."""
+            """The first group after that number, if it is older."""
             document = await self._next(number)
             return None if document is None or _groups.decode(document.body).at >= time else document
 
@@ -228,7 +221,7 @@ class HashChain:
             step //= 2
             if (found := await look(_number(last.name) + step)) is not None:
                 last = found
-        # Steps count entries and groups have several: the next one may still be older.
+        # Steps count entries and a group has several, so the next group may still be older.
         while (found := await look(_number(last.name))) is not None:
             last = found
         return last
@@ -242,7 +235,7 @@ class HashChain:
 
 
 def linked(document: Document) -> list[ChainedEntry]:
-    """Every entry of a group with its place. The hash of the last is the one that was written with it."""
+    """The entries of a group. The last one gets the hash that is stored with the group."""
     group = _groups.decode(document.body)
     hash_, number, found = group.previous, _number(document.name), []
     for place, entry in enumerate(group.entries):

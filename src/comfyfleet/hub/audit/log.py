@@ -1,16 +1,8 @@
-"""The log of every change made through the hub, in the store's cabinet: who, what, when, and what came of it; and of
-the workers that came, left or were lost.
+"""The audit log of every change made through the hub, and of workers that register, leave or are lost.
 
-What an operator does is noted before it is done: where that cannot be written, nothing is changed. What callers do to
-jobs is noted, many in one group, before it is answered: the job is safe in the store by then, so an entry that
-cannot be written is told to the log of the process in full. Entries stand in a chain of hashes; old ones are forgotten
-from its beginning, and an entry tells of it.
-
-Workers that come, leave or are lost, in the audit log: once, whichever engine noticed.
-
-What the log tells of a worker so far stands in a document of its own. Every hub compares it with the worker's record,
-at once when its own engine tells of a change and otherwise every second, and of several hubs that find a difference the
-one whose document stands enters it.
+An operation is recorded before it runs: if the record cannot be written, nothing changes. A change to a job is recorded
+before the answer; an entry that cannot be written goes to the process log. `WorkerLog` keeps one document per worker
+with the last logged state; the hub that replaces a changed document writes the entry, so each event is logged once.
 """
 
 from __future__ import annotations
@@ -40,16 +32,16 @@ Kind = Literal["operations", "jobs"]
 
 COLLECTIONS: dict[Kind, str] = {"operations": "audit_log", "jobs": "audit_job_log"}
 BEGUN = "audit_begun"
-"""Operations whose end is not in the log yet: a document each."""
+"""Operations without a final entry yet, one document each."""
 KEEP_S: dict[Kind, float] = {"operations": 90 * 86400.0, "jobs": 7 * 86400.0}
 
 _TARGET = 256
-_LOOK_EVERY_S = 10.0
+_TIDY_EVERY_S = 10.0
 _FORGET_STEP_S = 12 * 3600.0
-"""Old entries go together, twice a day: each time is an entry itself."""
+"""Old entries are deleted together, twice a day, because each deletion is an entry itself."""
 _FORGET = 1000
-_GIVEN_UP_S = 120.0
-"""No operation takes so long: whoever began it is gone."""
+_ABANDONED_S = 120.0
+"""No operation takes this long: the hub that began it is gone."""
 _BATCH = 100
 _CLOSE_S = 2.0
 
@@ -57,7 +49,7 @@ _CLOSE_S = 2.0
 class _Begun(msgspec.Struct, frozen=True, omit_defaults=True):
     entry: AuditEntry
     claimed_until: float = 0.0
-    """Some hub sees to it; one that died is not waited for any longer than this."""
+    """Until then, another hub is handling it."""
 
 
 _begun = msgspec.json.Decoder(_Begun)
@@ -81,11 +73,11 @@ class AuditLog:
         self._chains = {
             kind: HashChain(documents, clock, collection) for kind, collection in COLLECTIONS.items()
         }
-        self._looked_at = clock.monotonic()
+        self._tidied_at = clock.monotonic()
         self._tidying = asyncio.Lock()
-        self._later: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self.lost = 0
-        """Entries that are in the log of the process alone."""
+        """Entries that only the process log has."""
 
     async def operation(
         self, entry: AuditEntry, work: Callable[[], Awaitable[A]], made: Callable[[A], str | None]
@@ -109,16 +101,16 @@ class AuditLog:
             ended = msgspec.structs.replace(entry, outcome=outcome, target=target[:_TARGET])
             try:
                 await self._chains["operations"].append(ended)
-                # The answer need not wait for this: what stays is found again, and known.
+                # The answer does not wait: if the removal fails, `tidy` finds the document and the entry.
                 self._in_background(partial(self._ended, name))
             except ComfyFleetError as error:
                 self._lose(ended, error)
-            self._look_after()
+            self._tidy_if_due()
 
     async def entrance(
         self, entry: AuditEntry, work: Callable[[], Awaitable[A]], made: Callable[[A], str | None]
     ) -> A:
-        """Where anybody may knock, only who was let in is noted. What cannot be noted is not handed over."""
+        """For routes without a key: logs successes only. Without an entry there is no answer."""
         answer = await work()
         entry = self._dated(msgspec.structs.replace(entry, outcome="done", target=made(answer) or ""))
         await self._chains["operations"].append(entry)
@@ -127,7 +119,7 @@ class AuditLog:
     async def job_change(
         self, entry: AuditEntry, work: Callable[[], Awaitable[A]], made: Callable[[A], str | None]
     ) -> A:
-        """Only what was done: whatever is refused has changed nothing."""
+        """Logs successes only: a refused request changes nothing."""
         answer = await work()
         entry = self._dated(
             msgspec.structs.replace(entry, outcome="done", target=made(answer) or entry.target)
@@ -136,11 +128,11 @@ class AuditLog:
             await self._chains["jobs"].append(entry)
         except Exception as error:
             self._lose(entry, error)
-        self._look_after()
+        self._tidy_if_due()
         return answer
 
     def happened(self, entry: AuditEntry) -> None:
-        """Nobody asked for it, and nobody waits."""
+        """Logs an event in the background."""
         self._in_background(partial(self._append, self._dated(entry)))
 
     async def _append(self, entry: AuditEntry) -> None:
@@ -152,7 +144,6 @@ class AuditLog:
     async def page(
         self, kind: Kind, after: str, limit: int, since: float | None = None
     ) -> tuple[list[ChainedEntry], str | None]:
-        """Entries in their order, and where the next page begins."""
         chain = self._chains[kind]
         if since is not None and not after:
             after = await chain.place_before(since)
@@ -160,12 +151,12 @@ class AuditLog:
         return [each for each in found if since is None or each.entry.at >= since], cursor
 
     async def close(self) -> None:
-        """What happened just now is written, if the store takes it."""
-        if self._later:
-            await asyncio.wait(self._later, timeout=_CLOSE_S)
-        for task in list(self._later):
+        """Writes pending entries if the store accepts them."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=_CLOSE_S)
+        for task in list(self._background):
             task.cancel()
-        await asyncio.gather(*self._later, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     # writing
 
@@ -174,45 +165,45 @@ class AuditLog:
 
     def _lose(self, entry: AuditEntry, error: Exception) -> None:
         self.lost += 1
-        _LOG.error("an entry is in this log alone (%s): %s", error, msgspec.json.encode(entry).decode())
+        _LOG.error("entry missing in the audit log (%s): %s", error, msgspec.json.encode(entry).decode())
 
     async def _ended(self, name: str) -> None:
         await self._documents.remove(BEGUN, name)
 
-    # now and then
+    # cleanup
 
-    def _look_after(self) -> None:
+    def _tidy_if_due(self) -> None:
         now = self._clock.monotonic()
-        if now - self._looked_at >= _LOOK_EVERY_S:
-            self._looked_at = now
+        if now - self._tidied_at >= _TIDY_EVERY_S:
+            self._tidied_at = now
             self._in_background(self.tidy)
 
     def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
-        async def quietly() -> None:
+        async def guarded() -> None:
             try:
                 await work()
             except ComfyFleetError as error:
-                _LOG.warning("the audit log could not be tidied up; it is tried again later: %s", error)
+                _LOG.warning("cannot clean up the audit log; will try again: %s", error)
 
-        task = asyncio.get_running_loop().create_task(quietly(), name="audit log")
-        self._later.add(task)
-        task.add_done_callback(self._later.discard)
+        task = asyncio.get_running_loop().create_task(guarded(), name="audit log")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def tidy(self) -> None:
-        """What was begun by somebody who is gone gets its entry, and what is old is forgotten."""
+        """Completes operations whose hub is gone, and deletes old entries."""
         async with self._tidying:
-            await self._give_up()
+            await self._complete_abandoned()
             for kind in COLLECTIONS:
                 await self._forget(kind)
 
-    async def _give_up(self) -> None:
+    async def _complete_abandoned(self) -> None:
         now = self._clock.now()
         for document in await self._documents.listing(BEGUN, limit=_BATCH):
-            if _time_of(document.name) > now - _GIVEN_UP_S:
+            if _time_of(document.name) > now - _ABANDONED_S:
                 return
             begun = _begun.decode(document.body)
-            claimed = msgspec.json.encode(_Begun(begun.entry, now + _GIVEN_UP_S))
-            # Of several hubs that look one goes on.
+            claimed = msgspec.json.encode(_Begun(begun.entry, now + _ABANDONED_S))
+            # Only one of several hubs continues.
             if begun.claimed_until > now or not await self._documents.put(
                 BEGUN, document.name, claimed, version=document.version
             ):
@@ -239,10 +230,10 @@ class AuditLog:
         if old:
             last = linked(old[-1])[-1]
             target = note(last.number, last.hash)
-            # Before they go: an entry whose beginning is missing is told from one whose beginning was forgotten.
+            # Before the deletion: readers can then tell deleted entries from missing ones.
             await chain.append(AuditEntry(self._clock.now(), "", None, FORGET, target, outcome="done"))
             await chain.forget(old)
-            _LOG.info("entries of the audit log (%s) up to %s are forgotten", kind, target)
+            _LOG.info("deleted entries of the audit log (%s) up to %s", kind, target)
 
 
 def _latest(document: Document) -> float:
@@ -258,7 +249,7 @@ _WORKER_LOG = logging.getLogger(__name__)
 COLLECTION = "audit_workers"
 LOOK_S = 1.0
 _MAX_AGE_S = 2.0
-"""An engine reads the fleet as often by itself."""
+"""An engine reads the fleet this often anyway."""
 _RECENT_S = 10.0
 _PAGE = 200
 
@@ -273,7 +264,7 @@ _decoder = msgspec.json.Decoder(_Noted)
 
 
 class WorkerLog:
-    """`start` and `close` are its life; both may be called twice. What its own engine tells it enters without them."""
+    """`start` and `close` may be called twice. Events of its own engine are logged without `start`, too."""
 
     def __init__(self, engine: Engine, documents: DocumentStore, audit: AuditLog) -> None:
         self._engine = engine
@@ -283,7 +274,7 @@ class WorkerLog:
         self._noted: dict[WorkerId, _Noted] = {}
         self._absent: set[str] = set()
         self._running: asyncio.Task[None] | None = None
-        self._is_called_again = False
+        self._is_look_pending = False
         self._timer: Timer | None = None
         self._is_started = False
         self._leave_bus = engine.bus.listen(self._hear)
@@ -293,7 +284,7 @@ class WorkerLog:
         self._wake()
 
     async def close(self) -> None:
-        """What was noticed just now is entered, if the store takes it."""
+        """Writes pending entries if the store accepts them."""
         self._leave_bus()
         self._is_started = False
         if self._timer is not None:
@@ -310,7 +301,7 @@ class WorkerLog:
 
     def _wake(self) -> None:
         if self._running is not None:
-            self._is_called_again = True
+            self._is_look_pending = True
         else:
             self._running = in_background(self._run(), name="workers in the audit log")
 
@@ -321,16 +312,14 @@ class WorkerLog:
     async def _run(self) -> None:
         try:
             while True:
-                self._is_called_again = False
+                self._is_look_pending = False
                 await self.look()
-                if not self._is_called_again:
+                if not self._is_look_pending:
                     break
         except ComfyFleetError as error:
-            _WORKER_LOG.warning("workers that came or went are entered in the audit log later: %s", error)
+            _WORKER_LOG.warning("cannot log worker changes in the audit log; will try again: %s", error)
         except Exception:
-            log_failure(
-                _WORKER_LOG, "workers that came or went could not be entered; the next look tries again"
-            )
+            log_failure(_WORKER_LOG, "cannot log worker changes in the audit log; will try again")
         finally:
             self._running = None
             if self._is_started and self._timer is None:
@@ -338,7 +327,7 @@ class WorkerLog:
                 self._timer = clock.call_at(clock.now() + LOOK_S, self._fire)
 
     async def look(self) -> None:
-        """Enters what nobody has entered yet."""
+        """Logs changes that no hub has logged yet."""
         for worker in await self._engine.workers(max_age_s=_MAX_AGE_S):
             if self._noted.get(worker.worker_id) != _state_of(worker):
                 await self._compare(worker.worker_id)
@@ -346,7 +335,7 @@ class WorkerLog:
     async def _compare(self, worker_id: WorkerId) -> None:
         while True:
             document = await self._documents.get(COLLECTION, worker_id)
-            # Read after the document, and so never older than what that tells of.
+            # Read after the document, so it is never older than the document.
             worker = await self._engine.store.get_worker(worker_id)
             if worker is None:
                 return
@@ -362,12 +351,12 @@ class WorkerLog:
         self._noted[worker_id] = now
 
     def _unknown(self, worker: WorkerRecord) -> _Noted:
-        """One of before the log was kept so: only that it is there, if it is, not how often it went before."""
+        """For a worker older than this log: only its presence is logged, not its past disconnects."""
         is_new = worker.connected_at >= self._began - _RECENT_S
         return _Noted(0.0, 0 if is_new else worker.disconnects, True)
 
     async def tidy(self) -> None:
-        """Forgets workers that are gone from the store, and were when it last looked."""
+        """Deletes the documents of workers that were missing in the store twice in a row."""
         there = {worker.worker_id for worker in await self._engine.store.workers()}
         absent, after = set[str](), ""
         while page := await self._documents.listing(COLLECTION, after, _PAGE):
@@ -384,16 +373,16 @@ def _state_of(worker: WorkerRecord) -> _Noted:
 
 
 def _between(before: _Noted, now: _Noted, *, was_lost: bool) -> list[str]:
-    """What became of a worker in the meantime, in order."""
+    """The events between two states, in order."""
     is_another = now.disconnects == before.disconnects and not (before.is_offline or now.is_offline)
     if is_another or now.disconnects < before.disconnects:
-        # Removed, and registered as if it had never been there.
+        # The worker was removed and registered as a new one.
         before = _Noted(0.0, 0, True)
     is_offline, still_to_go, actions = before.is_offline, now.disconnects - before.disconnects, list[str]()
     while still_to_go > 0 or is_offline != now.is_offline:
         is_offline = not is_offline
         still_to_go -= is_offline
         is_last = still_to_go <= 0
-        came_or_went = "worker_lost" if was_lost and is_last else "worker_left"
-        actions.append(came_or_went if is_offline else "worker_registered")
+        departure = "worker_lost" if was_lost and is_last else "worker_left"
+        actions.append(departure if is_offline else "worker_registered")
     return actions

@@ -1,6 +1,6 @@
-"""The handlers of files: announced by a key or a lease, received and sent by signed links that need neither.
+"""Handlers of files: a key or a lease announces a file, and signed links that need neither transfer it.
 
-Another tenant's file is not there at all. Where bytes lie is `assets/`'s.
+A file of another tenant answers `not_found`. `files/` stores the bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = 100
 _MAX_LOOKED_AT = 2_000
 _PAGE = 200
 _GUARDS = {
-    # What somebody else uploaded is never shown as a page of this hub.
+    # Uploaded content must never run as a page of this hub.
     "x-content-type-options": "nosniff",
     "content-security-policy": "sandbox; default-src 'none'",
     "cache-control": "private",
@@ -42,11 +42,11 @@ _GUARDS = {
 
 
 class FileHandlers:
-    """`assets` None: this hub keeps no files."""
+    """`assets` is None if this hub keeps no files."""
 
     def __init__(self, engine: Engine, assets: FileStore | None) -> None:
         self._engine = engine
-        self._kept = assets
+        self._store = assets
         self._disk = ByteBudget(uploads.MAX_ALL_SPOOLED_BYTES, "forms", "tenant")
         self._thumbnails = None if assets is None else Thumbnails(assets)
 
@@ -68,20 +68,20 @@ class FileHandlers:
 
     @property
     def _assets(self) -> FileStore:
-        if self._kept is None:
+        if self._store is None:
             raise Refusal(RefusalCode.NOT_FOUND, "this hub keeps no files: give it a folder for them")
-        return self._kept
+        return self._store
 
     @property
-    def _here(self) -> LocalFileStore:
-        """For links that lead to this hub; it makes none where the files lie elsewhere."""
+    def _local(self) -> LocalFileStore:
+        """For links to this hub. An object store has its own links."""
         if not isinstance(self._assets, LocalFileStore):
-            raise Refusal(RefusalCode.UNAUTHENTICATED, "the link is not good (any more): ask for a new one")
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "the link is not valid (any more): ask for a new one")
         return self._assets
 
     async def create(self, call: HubRequest[wire.FileBody]) -> Reply:
         if is_form(call.headers):
-            return await self._create_whole(call)
+            return await self._create_from_form(call)
         body, owner = call.given, owner_for(call.caller, call.given.tenant)
         await self._check_source(body, owner)
         record = await self._assets.reserve(
@@ -94,7 +94,7 @@ class FileHandlers:
         )
         return Reply(201, await self._to_put(record), made=record.file_id)
 
-    async def _create_whole(self, call: HubRequest[wire.FileBody]) -> Reply:
+    async def _create_from_form(self, call: HubRequest[wire.FileBody]) -> Reply:
         upload = uploads.FormUpload(Form(_pieces(call), boundary_in(call.headers)), self._assets, self._disk)
         body = await upload.head()
         owner = owner_for(call.caller, body.tenant)
@@ -114,7 +114,7 @@ class FileHandlers:
                 )
 
     async def listing(self, call: HubRequest[wire.FilesQuery]) -> Reply:
-        """Looks at so many and no more: a page with a cursor may be short, or empty."""
+        """Reads a bounded number of records, so a page with a cursor may be short or empty."""
         asked, tenant = call.given, call.caller.scope
         if asked.tenant is not None:
             if not call.caller.sees(TenantId(asked.tenant)):
@@ -151,7 +151,7 @@ class FileHandlers:
         return Reply(204)
 
     async def _is_of_open_job(self, record: FileRecord) -> bool:
-        """What a run leaves before it is completed: its completion would be refused."""
+        """An output of a running job is needed for its completion."""
         if record.kind != "output" or record.job_id is None:
             return False
         dispatch = await self._engine.store.load(record.job_id)
@@ -163,7 +163,7 @@ class FileHandlers:
         if record.received_at is not None:
             seen = wire.view(record, await self._assets.grant(record, "GET"))
         else:
-            # Whoever only looks is not given a link to write to.
+            # A viewer gets no link to write.
             is_callers = call.caller.role in CALLERS
             seen = await self._to_put(record) if is_callers else wire.view(record)
         return Reply(200, wire.details(seen, derived))
@@ -209,50 +209,50 @@ class FileHandlers:
 
     async def put_content(self, call: HubRequest[wire.LinkQuery]) -> Reply:
         asked = call.given
-        record = await self._here.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
-        received = await self._here.receive(record, _pieces(call))
+        record = await self._local.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
+        received = await self._local.receive(record, _pieces(call))
         if received.kind == "output":
-            # What a worker announces it announces with size and SHA-256: there is nothing left to verify.
+            # A worker announces size and SHA-256, so nothing is left to verify.
             received = await self._assets.complete(received.file_id)
         return Reply(200, wire.view(received))
 
     async def get_content(self, call: HubRequest[wire.LinkQuery]) -> Reply | Response:
         asked = call.given
-        record = await self._here.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
-        path = self._here.path(record)
+        record = await self._local.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
+        path = self._local.path(record)
         if record.received_at is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} has not been received yet")
         if not path.is_file():
             raise elsewhere(record)
-        mark = f'"{record.sha256}"'
-        if _has_it(call.headers.get("if-none-match", ""), mark):
-            return Response(status_code=304, headers={"etag": mark, **_GUARDS})
+        etag = f'"{record.sha256}"'
+        if _matches(call.headers.get("if-none-match", ""), etag):
+            return Response(status_code=304, headers={"etag": etag, **_GUARDS})
         return FileResponse(
             path,
             media_type=record.content_type,
             filename=record.name,
-            # By what is in it: the same at every hub, and after a restart.
-            headers={"etag": mark, **_GUARDS},
+            # By content: the same at every hub and after a restart.
+            headers={"etag": etag, **_GUARDS},
         )
 
     # by lease
 
     async def grants(self, call: HubRequest[wire.GrantsBody]) -> Reply:
-        desk, ref = self._desk, lease_ref(call.given.lease)
-        dispatch = _holders(call.caller, await desk.leased(ref))
-        records = await desk.announce(dispatch, ref, call.given.files)
+        outputs, ref = self._outputs, lease_ref(call.given.lease)
+        dispatch = _check_lease(call.caller, await outputs.leased(ref))
+        records = await outputs.announce(dispatch, ref, call.given.files)
         return Reply(200, wire.FileGrants(tuple([await self._to_put(each) for each in records])))
 
     async def worker_parts(self, call: HubRequest[wire.WorkerPartsBody]) -> Reply:
         ref = lease_ref(call.given.lease)
-        dispatch = _holders(call.caller, await self._desk.leased(ref))
+        dispatch = _check_lease(call.caller, await self._outputs.leased(ref))
         record = await self._assets.get(call.given.file_id, dispatch.tenant)
         if record is None or record.attempt_id != ref.attempt_id:
             raise Refusal(RefusalCode.NOT_FOUND, f"this attempt has no file {call.given.file_id!r}")
         return Reply(200, await self._part_links(record, call.given.parts))
 
     @property
-    def _desk(self) -> JobOutputFiles:
+    def _outputs(self) -> JobOutputFiles:
         return JobOutputFiles(self._engine, self._assets)
 
 
@@ -262,15 +262,15 @@ def _is_wanted(record: FileRecord, asked: wire.FilesQuery) -> bool:
     return record.kind == asked.kind if asked.kind is not None else record.kind != "thumbnail"
 
 
-def _holders(caller: Caller, dispatch: Dispatch) -> Dispatch:
+def _check_lease(caller: Caller, dispatch: Dispatch) -> Dispatch:
     worker_id = caller.worker_id
     if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
-        raise Refusal(RefusalCode.NOT_ALLOWED, "this lease is another worker's")
+        raise Refusal(RefusalCode.NOT_ALLOWED, "this lease belongs to another worker")
     return dispatch
 
 
-def _has_it(named: str, mark: str) -> bool:
-    return any(each.strip().removeprefix("W/") in (mark, "*") for each in named.split(","))
+def _matches(named: str, etag: str) -> bool:
+    return any(each.strip().removeprefix("W/") in (etag, "*") for each in named.split(","))
 
 
 async def _pieces(call: HubRequest[Any]) -> AsyncIterator[bytes]:

@@ -1,11 +1,7 @@
-"""The files a job brings, at the hub: whose they are when it is submitted, and links to them when it is leased.
+"""Input and output files of jobs at the hub, for remote agents and for agents in the hub's process.
 
-Another tenant's file is not there at all. What a job does with its files is the engine's; where they lie `assets/`'s.
-
-What a run left, at the hub: announced by whoever holds the lease, and linked with what its job brought.
-
-For agents far away (`handlers.py`) and those in the hub's own process (`hub/local_worker_api.py`). Where
-bytes lie is `assets/`'s.
+Inputs are checked at submission and get links when the job is leased. The holder of a lease announces outputs. A file
+of another tenant does not exist. The engine knows what a job does with its files; `files/` stores them.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from comfyfleet.wire.worker import LeaseInputs, lease_body
 
 
 class JobInputFiles:
-    """`assets` None: this hub keeps no files, so no job brings any."""
+    """`assets` is None if this hub keeps no files; then jobs have no input files."""
 
     def __init__(self, engine: Engine, assets: FileStore | None) -> None:
         self._engine = engine
@@ -39,23 +35,23 @@ class JobInputFiles:
     # submit
 
     async def submit(self, submission: Submission, *, is_large: bool = False) -> Submitted:
-        """A repeat is known before its files are looked for: they may be gone by now."""
+        """Finds a repeat before it checks the files, which may be gone by now."""
         known = await self._engine.repeat_of(submission) if submission.inputs else None
         if known is not None:
             return known
         try:
             checked = await self._checked(submission)
         except Refusal:
-            # Under a reference that is taken it is another job, whatever has become of its files.
+            # If the reference is taken, that job is the answer, whatever became of the files.
             if (known := await self._engine.holder_of(submission)) is None:
                 raise
             return known
         return await self._engine.submit(checked, is_own=True, is_large=is_large)
 
     async def _checked(self, submission: Submission) -> Submission:
-        """With size and SHA-256 of each file, which is there, whole, and the tenant's own."""
+        """Adds size and SHA-256 of each file, which must be complete and belong to the tenant."""
         if not submission.inputs or len(submission.inputs) > self._engine.rules.max_inputs:
-            # Of too many none is looked for: the engine refuses them.
+            # The engine refuses too many inputs; no file is looked up.
             return submission
         if self._assets is None:
             raise Refusal(
@@ -84,7 +80,7 @@ class JobInputFiles:
     # lease
 
     def admitted(self, call: RegisterWorker) -> RegisterWorker:
-        """Whoever registers here has a hub. Without files here, it has nowhere to fetch any from."""
+        """Marks the worker as one with a hub, and without file transfer if this hub has no files."""
         capabilities = call.capabilities
         moves_files = capabilities.moves_files and self._assets is not None
         if capabilities.has_hub and capabilities.moves_files == moves_files:
@@ -93,7 +89,7 @@ class JobInputFiles:
         return msgspec.structs.replace(call, capabilities=capabilities)
 
     async def linked(self, job: LeasedJob) -> LeasedJob:
-        """With a link to each file, good for a short while."""
+        """Adds a link to each file, valid for a short time."""
         if not job.inputs:
             return job
         kept = await self._engine.store.records.get(job.job_id)
@@ -102,7 +98,7 @@ class JobInputFiles:
         return msgspec.structs.replace(job, inputs=await self._links(kept, job.inputs))
 
     async def renewed(self, refs: Sequence[LeaseRef]) -> tuple[LeaseInputs, ...]:
-        """Of leases that are alive."""
+        """New links for leases that are alive."""
         found = []
         for ref in refs:
             job = await self._engine.store.records.get(ref.job_id)
@@ -123,7 +119,7 @@ class JobInputFiles:
         )
 
     async def record(self, job: Job, file: InputFile) -> FileRecord | None:
-        """Asked again: it may be gone by now, and what a worker names as its output may be anything."""
+        """Checked again: the file may be gone, and a worker may name any file as its output."""
         record = None if self._assets is None else await self._assets.get(file.file_id, job.tenant)
         if record is None or record.tenant != job.tenant or not record.is_complete:
             return None
@@ -136,19 +132,17 @@ class JobOutputFiles:
         self._assets = assets
 
     async def leased(self, ref: LeaseRef) -> Dispatch:
-        """The dispatch, if this lease of it is alive."""
+        """The dispatch, if the lease is alive."""
         dispatch = await self._engine.store.load(ref.job_id)
         if dispatch is None or not _holds(dispatch, ref):
-            raise Refusal(RefusalCode.LEASE_LOST, "the lease is over: what it left is not kept")
+            raise Refusal(RefusalCode.LEASE_LOST, "the lease has ended: its files are not kept")
         return dispatch
 
     async def announce(
         self, dispatch: Dispatch, ref: LeaseRef, outputs: tuple[OutputBody, ...]
     ) -> list[FileRecord]:
         job = await self._engine.store.records.get(ref.job_id)
-        brought = (
-            () if job is None else tuple(dict.fromkeys(each.file_id for each in job.payload.input_files))
-        )
+        inputs = () if job is None else tuple(dict.fromkeys(each.file_id for each in job.payload.input_files))
         return [
             await self._assets.reserve(
                 dispatch.tenant,
@@ -159,7 +153,7 @@ class JobOutputFiles:
                 sha256=each.sha256,
                 job_id=ref.job_id,
                 attempt_id=ref.attempt_id,
-                derived_from=brought,
+                derived_from=inputs,
             )
             for each in outputs
         ]

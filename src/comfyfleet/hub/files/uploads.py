@@ -1,12 +1,7 @@
-"""A file that comes in one request, as a form: what is said of it, then the file, received while it arrives.
+"""Receives a file in one request as a multipart form (RFC 7578), part by part while it arrives.
 
-Into a folder it goes at once. A storage wants to know its length first: where nobody said it, the file lies on the
-hub's own disk on its way. Where anything fails, nothing of it stays.
-
-A form as browsers and curl send it (multipart/form-data, RFC 7578), read part by part while it arrives.
-
-Nothing is kept but what has not been asked for yet: at most a piece as it came, and the headers of one part, which are
-bounded. What the parts mean is `uploads.py`'s.
+A folder stores the file at once. An object store needs the length first: if the form does not say it, the file is
+spooled to the hub's disk. After any error nothing of the file stays. Memory holds one piece and one part's headers.
 """
 
 from __future__ import annotations
@@ -44,10 +39,10 @@ _PARAMETER = re.compile(r";\s*(name|filename\*?)\s*=\s*(?:\"((?:[^\"\\]|\\.)*)\"
 class FormPart(NamedTuple):
     name: str
     filename: str | None
-    """None: it is no file."""
+    """None: the part is not a file."""
     content_type: str
     content: AsyncGenerator[bytes, None]
-    """Read to its end before the next part is asked for."""
+    """Read it to the end before you ask for the next part."""
 
 
 def is_form(headers: Mapping[str, str]) -> bool:
@@ -56,7 +51,7 @@ def is_form(headers: Mapping[str, str]) -> bool:
 
 def boundary_in(headers: Mapping[str, str]) -> bytes:
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise _wrong("a form is sent as it is, without Content-Encoding")
+        raise _wrong("send a form without Content-Encoding")
     found = _BOUNDARY.search(headers.get("content-type", ""))
     boundary = "" if found is None else found[1] or found[2] or ""
     if not 0 < len(boundary) <= _MAX_BOUNDARY or not boundary.isascii():
@@ -68,7 +63,7 @@ class Form:
     def __init__(self, pieces: AsyncIterator[bytes], boundary: bytes) -> None:
         self._pieces = pieces
         self._delimiter = b"\r\n--" + boundary
-        # So that the first boundary is found like the others.
+        # So that the first boundary looks like the others.
         self._rest = bytearray(b"\r\n")
 
     async def parts(self) -> AsyncGenerator[FormPart, None]:
@@ -79,7 +74,7 @@ class Form:
             headers = await self._headers()
             content = self._content()
             yield _part(headers, content)
-            # What was not wanted is passed over.
+            # Skips what the caller did not read.
             async for _ in content:
                 pass
         raise _wrong(f"a form has at most {MAX_PARTS} parts here")
@@ -107,7 +102,7 @@ class Form:
         return {name.strip().lower(): value.strip() for name, _, value in lines}
 
     async def _content(self) -> AsyncGenerator[bytes, None]:
-        # The boundary may come in two pieces: so much of the end is kept back.
+        # A boundary may be split over two pieces, so this much of the end is kept.
         keep = len(self._delimiter) - 1
         while (found := self._rest.find(self._delimiter)) < 0:
             if len(self._rest) > keep:
@@ -124,7 +119,7 @@ class Form:
         try:
             self._rest += await anext(self._pieces)
         except StopAsyncIteration:
-            raise _wrong("the form ends in the middle: send it again") from None
+            raise _wrong("the form is incomplete: send it again") from None
 
 
 def _part(headers: Mapping[str, str], content: AsyncGenerator[bytes, None]) -> FormPart:
@@ -145,39 +140,39 @@ def _wrong(why: str) -> Refusal:
 MAX_FIELD_BYTES = 1_024
 MAX_SPOOLED_BYTES = 2**30
 MAX_ALL_SPOOLED_BYTES = 4 * 2**30
-"""Of all forms that lie on the disk on their way."""
+"""For all forms that are spooled to disk."""
 STEP_BYTES = 64 * 2**20
-"""Taken of that at a time, so that no more than 64 of them are open together."""
+"""Reserved at a time, so that at most 64 spool files are open."""
 _IN_MEMORY_BYTES = 64 * 1024
 _PIECE = 1 << 20
 _MEDIA_TYPE = re.compile(r"[A-Za-z0-9_.+-]{1,64}/[A-Za-z0-9_.+-]{1,64}")
-_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class FormUpload:
-    """One form: `head` is read first, then `received` is, into whatever was reserved by it."""
+    """One form: call `head` first, then `received`."""
 
     def __init__(self, form: Form, assets: FileStore, disk: ByteBudget) -> None:
-        """`disk`: for what all forms together lay down on their way."""
+        """`disk`: the budget of all spooled forms."""
         self._parts = form.parts()
         self._assets = assets
         self._disk = disk
         self._file: FormPart | None = None
 
     async def head(self) -> FileBody:
-        """What is said of the file, up to its first byte."""
-        said: dict[str, str] = {}
+        """The fields before the file."""
+        fields: dict[str, str] = {}
         async for part in self._parts:
             if part.name == FORM_FILE:
                 self._file = part
-                return _body(said, part)
+                return _body(fields, part)
             if part.filename is not None:
                 raise _wrong(
                     f"the file's field is called {FORM_FILE!r}, not {part.name!r:.80}: -F {FORM_FILE}=@…"
                 )
-            if part.name in said:
-                raise _wrong(f"{part.name!r:.80} stands in the form twice")
-            said[part.name] = await _text(part)
+            if part.name in fields:
+                raise _wrong(f"{part.name!r:.80} is in the form twice")
+            fields[part.name] = await _text(part)
         raise _wrong(f"the form has no field {FORM_FILE!r} with the file in it: -F {FORM_FILE}=@…")
 
     async def received(self, body: FileBody, owner: TenantId) -> FileRecord:
@@ -187,7 +182,7 @@ class FormUpload:
             async with aclosing(self._assets.arriving(owner, self._pieces())) as pieces:
                 size, digest = await spool.fill(pieces)
             if body.sha256 is not None and body.sha256 != digest:
-                raise _wrong("what came has another SHA-256 than was said: send it again")
+                raise _wrong("the file's SHA-256 differs from the one in the form: send it again")
             known = msgspec.structs.replace(body, size=size, sha256=digest)
             return await self._take(known, owner, spool.pieces())
 
@@ -208,7 +203,7 @@ class FormUpload:
             raise
 
     async def _completed(self, record: FileRecord) -> FileRecord:
-        """However long a storage is looked at: whoever sent the file has nobody else to ask."""
+        """Waits while the object store checks the file: the sender has nobody else to ask."""
         while True:
             try:
                 return await self._assets.complete(record.file_id)
@@ -218,17 +213,17 @@ class FormUpload:
                 await asyncio.sleep(float(refusal.details.get("retry_after_s", 1.0)))
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        """To the end of the form: what breaks off behind the file was not sent whole."""
-        assert self._file is not None, "its head was read"
+        """Reads to the end of the form: a form that breaks off after the file is incomplete."""
+        assert self._file is not None, "head() was called"
         async with aclosing(self._parts) as parts:
             async for piece in self._file.content:
                 yield piece
             async for part in parts:
-                raise _wrong(f"{part.name!r:.80} stands behind the file: what is said of it comes before it")
+                raise _wrong(f"{part.name!r:.80} comes after the file: put every field before the file")
 
 
-def _body(said: dict[str, str], part: FormPart) -> FileBody:
-    given: dict[str, object] = {name: value for name, value in said.items() if value != ""}
+def _body(fields: dict[str, str], part: FormPart) -> FileBody:
+    given: dict[str, object] = {name: value for name, value in fields.items() if value != ""}
     given.setdefault("name", _name(part.filename or ""))
     if "type" not in given:
         guessed = mimetypes.guess_type(str(given["name"]))[0] or "application/octet-stream"
@@ -236,12 +231,12 @@ def _body(said: dict[str, str], part: FormPart) -> FileBody:
     try:
         return msgspec.convert(given, FileBody, strict=False)
     except msgspec.ValidationError as error:
-        raise _wrong(f"the form is not what is expected: {error}") from error
+        raise _wrong(f"the form is not valid: {error}") from error
 
 
 def _name(filename: str) -> str:
     name = PurePosixPath(filename.replace("\\", "/")).name
-    return _STEERING.sub("", name)[-256:] or "file"
+    return _CONTROL_CHARACTERS.sub("", name)[-256:] or "file"
 
 
 async def _text(part: FormPart) -> str:
@@ -254,7 +249,7 @@ async def _text(part: FormPart) -> str:
 
 
 class UploadSpool:
-    """A file on the hub's own disk, or in memory while it is small: a context manager that gives back what it took."""
+    """A file on disk, or in memory while it is small. Leaving the context deletes it and releases its budget."""
 
     def __init__(self, disk: ByteBudget, owner: TenantId) -> None:
         self._disk = disk
@@ -281,15 +276,15 @@ class UploadSpool:
             try:
                 await asyncio.to_thread(self._file.write, piece)
             except OSError as error:
-                raise Fault(f"the file could not be written: {error}. Make room on the hub's disk") from error
+                raise Fault(f"cannot write the file: {error}. Free space on the hub's disk") from error
         return self._size, digest.hexdigest()
 
     def _check(self) -> None:
         if self._size > MAX_SPOOLED_BYTES:
             raise Refusal(
                 RefusalCode.TOO_LARGE,
-                f"a form of more than {MAX_SPOOLED_BYTES} bytes says the size before the file (-F size=…), or the file "
-                "is announced first",
+                f"a form of more than {MAX_SPOOLED_BYTES} bytes needs its size before the file (-F size=…); or "
+                "announce the file first",
                 max_bytes=MAX_SPOOLED_BYTES,
             )
         if self._size > max(_IN_MEMORY_BYTES, self._taken):
@@ -302,4 +297,4 @@ class UploadSpool:
             while piece := await asyncio.to_thread(self._file.read, _PIECE):
                 yield piece
         except OSError as error:
-            raise Fault(f"what came cannot be read again: {error}") from error
+            raise Fault(f"cannot read the spooled file: {error}") from error

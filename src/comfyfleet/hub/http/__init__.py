@@ -1,1 +1,1 @@
-"""HTTP as such: connections, bodies, limits, credentials, routing."""
+"""The HTTP layer: connections, bodies, limits, credentials, routing."""

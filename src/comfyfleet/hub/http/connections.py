@@ -24,16 +24,16 @@ ANSWER = "comfyfleet.answer"
 """Scope key of a function that writes head and body in one call to the kernel. Other servers do not set it."""
 
 _POLL_S = 1.0
-_OWN_FILES = 128
+_RESERVED_FILES = 128
 """File descriptors reserved for the store, files and logs."""
 _STEP_BYTES = 2 * 1024
 """About a hundred requests without headers."""
 _TURN_S = 0.005
 MAX_UNREAD_BYTES = LARGE_BYTES
 """Of a body that arrives after its request was answered."""
-_AROUND_A_BYTE = 16
+_CHUNK_OVERHEAD = 16
 """Each byte of a body may be a chunk with a length and two line ends."""
-_MAX_AHEAD = 16
+_MAX_PIPELINED = 16
 """Pipelined requests of one connection."""
 
 
@@ -80,7 +80,7 @@ def _connection_capacity() -> float:
         # Only Unix has this limit.
         return float("inf")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return float("inf") if files == resource.RLIM_INFINITY else max(1, files - _OWN_FILES)
+    return float("inf") if files == resource.RLIM_INFINITY else max(1, files - _RESERVED_FILES)
 
 
 class Connection(HttpToolsProtocol):
@@ -104,9 +104,9 @@ class Connection(HttpToolsProtocol):
         self._stuck_since: float | None = None
         self._unanswered: deque[RequestResponseCycle] = deque()
         """Requests before the last one that are not answered yet."""
-        self._behind = bytearray()
+        self._unparsed = bytearray()
         """Bytes that have arrived and are not parsed yet."""
-        self._next: asyncio.Handle | None = None
+        self._next_turn: asyncio.Handle | None = None
         self._body_left = 0
         """Bytes still to come, by the Content-Length of the current body."""
         self._is_upgraded = False
@@ -125,7 +125,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
-        self._behind.clear()
+        self._unparsed.clear()
         super().connection_lost(exc)
         # uvicorn notifies only the last request; an earlier stream would keep writing.
         for cycle in self._unanswered:
@@ -144,38 +144,38 @@ class Connection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
-        if self._behind:
+        if self._unparsed:
             # uvicorn resumed reading; it does not know of the bytes that wait here.
-            self._behind += data
+            self._unparsed += data
             self.transport.pause_reading()
         elif len(data) <= _STEP_BYTES:
             self._read(data)
         else:
-            self._behind += data
-            self._take_turn()
+            self._unparsed += data
+            self._parse_for_a_while()
 
-    def _take_turn(self) -> None:
-        self._next = None
+    def _parse_for_a_while(self) -> None:
+        self._next_turn = None
         until = self.loop.time() + _TURN_S
-        while self._behind and not self._is_upgraded and not self.transport.is_closing():
-            if len(self.pipeline) >= _MAX_AHEAD or self.loop.time() > until:
+        while self._unparsed and not self._is_upgraded and not self.transport.is_closing():
+            if len(self.pipeline) >= _MAX_PIPELINED or self.loop.time() > until:
                 self.transport.pause_reading()
-                if len(self.pipeline) < _MAX_AHEAD:
-                    self._next = self.loop.call_soon(self._take_turn)
+                if len(self.pipeline) < _MAX_PIPELINED:
+                    self._next_turn = self.loop.call_soon(self._parse_for_a_while)
                 # Otherwise `on_response_complete` continues.
                 return
             size = max(_STEP_BYTES, self._body_left)
-            step = bytes(self._behind[:size])
-            del self._behind[:size]
+            step = bytes(self._unparsed[:size])
+            del self._unparsed[:size]
             self._read(step)
-        self._behind.clear()
+        self._unparsed.clear()
         if not self._is_upgraded and not self.transport.is_closing() and not self.flow.read_paused:
             self.transport.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._behind and self._next is None and len(self.pipeline) < _MAX_AHEAD:
-            self._next = self.loop.call_soon(self._take_turn)
+        if self._unparsed and self._next_turn is None and len(self.pipeline) < _MAX_PIPELINED:
+            self._next_turn = self.loop.call_soon(self._parse_for_a_while)
 
     def on_body(self, body: bytes) -> None:
         self._body_left = max(0, self._body_left - len(body))
@@ -198,7 +198,7 @@ class Connection(HttpToolsProtocol):
         # The parser would collect a head, chunk headers or trailers without end.
         most = self._all.limits.max_head_bytes
         if not self._is_in_head:
-            most += most + _AROUND_A_BYTE * self._in_body
+            most += most + _CHUNK_OVERHEAD * self._in_body
         if self._received - self._in_body > most:
             self._end("431 Request Header Fields Too Large")
 

@@ -131,10 +131,12 @@ class Authenticator:
 class RevocationWatch:
     """Ends connections and workers of keys that expired or were revoked at another hub, within `every_s`."""
 
-    def __init__(self, keys: Keys, places: ConnectionLimits, workers: WorkersByKey, every_s: float) -> None:
+    def __init__(
+        self, keys: Keys, connection_limits: ConnectionLimits, workers: WorkersByKey, every_s: float
+    ) -> None:
         self._workers = workers
         self._keys = keys
-        self._places = places
+        self._connection_limits = connection_limits
         self._every_s = every_s
         self._task: asyncio.Task[None] | None = None
 
@@ -151,9 +153,9 @@ class RevocationWatch:
         while True:
             await asyncio.sleep(self._every_s)
             try:
-                for key_id in {*self._places.holders(), *self._workers.keys()}:
+                for key_id in {*self._connection_limits.holders(), *self._workers.keys()}:
                     if key_id != _OPEN.key_id and await self._keys.is_over(key_id):
-                        self._places.end(key_id)
+                        self._connection_limits.end(key_id)
                         await self._workers.end(key_id)
             except Fault as fault:
                 _LOG.warning("cannot check the keys of open connections; will try again: %s", fault)

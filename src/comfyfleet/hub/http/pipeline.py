@@ -124,7 +124,7 @@ class RequestPipeline:
         credentials: Authenticator,
         limits: HubLimits,
         audit: AuditLog,
-        places: ConnectionLimits,
+        connection_limits: ConnectionLimits,
         answered: OnAnswered,
         bodies: LargeBodies,
         faulted: Callable[[], None] = lambda: None,
@@ -135,7 +135,7 @@ class RequestPipeline:
         self._faulted = faulted
         self._bounds = {route.name: BodyLimit.of(route, limits) for route in routes}
         self._audit = audit
-        self._places = places
+        self._connection_limits = connection_limits
         self._answered = answered
         self._paths = Router(routes)
         self._handlers = handlers
@@ -272,7 +272,7 @@ class RequestPipeline:
             return await handler(call)
         if self._is_closing:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
-        with self._places.held("poll", call.caller.key_id, call.address) as slot:
+        with self._connection_limits.held("poll", call.caller.key_id, call.address) as slot:
             return await self._attend(call, slot, handler(call))
 
     async def _audited(self, call: HubRequest[Any], handler: Handler) -> Reply | Response:
@@ -313,7 +313,7 @@ class RequestPipeline:
                 task.cancel()
 
         slot.end = end
-        watch = asyncio.ensure_future(_until_hung_up(call.receive))
+        watch = asyncio.ensure_future(until_disconnected(call.receive))
         watch.add_done_callback(end)
         self._parked.add(end)
         try:
@@ -348,7 +348,7 @@ def _made(reply: Reply | Response) -> str | None:
     return reply.made if isinstance(reply, Reply) else None
 
 
-async def _until_hung_up(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -32,7 +32,7 @@ class UvicornLogger(logging.LoggerAdapter[logging.Logger]):
     def error(self, msg: object, *args: object, exc_info: Any = None, **more: Any) -> None:
         error = sys.exc_info()[1] if exc_info is True else exc_info
         if isinstance(error, Exception) and is_senders_fault(error):
-            tell(error)
+            log_client_error(error)
         else:
             super().error(msg, *args, exc_info=exc_info, **more)
 
@@ -48,6 +48,6 @@ def is_senders_fault(error: Exception) -> bool:
     return isinstance(error, InvalidState)
 
 
-def tell(error: Exception) -> None:
+def log_client_error(error: Exception) -> None:
     # The error's own text may contain data that the client sent.
     _LOG.info("connection closed: the client left or violated the protocol (%s)", type(error).__name__)

@@ -1,7 +1,7 @@
-"""A feed: what happened, encoded once, for any number of watchers that each read at their own pace.
+"""A feed of events, encoded once, that any number of watchers read at their own pace.
 
-A watcher is a place in the feed and nothing more, so one that does not read costs no memory and delays nobody: what may
-be lost is dropped from the feed behind its back, what may not (facts) stays for it.
+A watcher is only a position in the feed, so a slow one costs no memory and delays nobody. The feed drops old entries
+that may be lost; facts stay.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 _ENCODER = msgspec.json.Encoder()
 
 _PAUSE_S = 20e-6
-"""For each watcher, between two rings. A write costs about half of it: a feed that a thousand watch is read every 20 ms
-at most, more in each write, and leaves half of the loop to everybody else. One that few watch does not notice."""
+"""Pause for each watcher between two wake-ups. A write costs about half of it, so a feed with a thousand watchers is
+read at most every 20 ms and leaves half of the event loop to others."""
 
 
 class FeedEntry:
-    """One event. `value` is what it says, `sse` its frame; the frames of other transports are made when asked for."""
+    """One event with its SSE frame. `message` caches the WebSocket frame."""
 
     __slots__ = ("kind", "message", "number", "sse", "value")
 
@@ -29,20 +29,20 @@ class FeedEntry:
         self.kind = kind
         self.value = value
         self.number = number
-        """Of a fact; 0 for whatever may be lost."""
+        """The number of a fact; 0 for an entry that may be lost."""
         head = f"id: {number}\nevent: {kind}\ndata: " if number else f"event: {kind}\ndata: "
         self.sse = head.encode() + _ENCODER.encode(value) + b"\n\n"
         self.message: bytes | None = None
 
 
 class Feed:
-    """`keep` is how many entries that may be lost are held for those who are behind."""
+    """`keep`: number of entries that may be lost but are kept for slow watchers."""
 
     def __init__(self, keep: int) -> None:
         self.head = 0
-        """The place of the newest entry."""
+        """Position of the newest entry."""
         self.lost = 0
-        """The place of the newest entry that was dropped."""
+        """Position of the newest entry that was dropped."""
         self.is_over = False
         self._keep = keep
         self._entries: dict[int, FeedEntry] = {}
@@ -50,7 +50,7 @@ class Feed:
         self._newest: dict[str, int] = {}
         self._joined: dict[int, bytes] = {}
         self._watchers: dict[Callable[[], None], None] = {}
-        self._is_ringing = False
+        self._is_waking = False
         self._quiet_until = 0.0
 
     @property
@@ -58,14 +58,14 @@ class Feed:
         return len(self._watchers)
 
     def join(self, wake: Callable[[], None]) -> None:
-        """`wake` is called when there may be more to read."""
+        """The feed calls `wake` when there may be more to read."""
         self._watchers[wake] = None
 
     def leave(self, wake: Callable[[], None]) -> None:
         self._watchers.pop(wake, None)
 
     def add(self, entry: FeedEntry, *, only_newest: bool = False) -> None:
-        """`only_newest`: of this kind no other is held."""
+        """`only_newest`: replaces the previous entry of the same kind."""
         self.head += 1
         if not entry.number:
             if only_newest:
@@ -82,9 +82,9 @@ class Feed:
         self.ring()
 
     def ring(self) -> None:
-        """Once for everything that is added in one turn of the loop, or while the last ring is still being answered."""
-        if not self._is_ringing:
-            self._is_ringing = True
+        """Wakes the watchers once for all entries of one loop iteration, or of the pause after the last wake-up."""
+        if not self._is_waking:
+            self._is_waking = True
             loop = asyncio.get_running_loop()
             if (pause_s := self._quiet_until - loop.time()) > 0:
                 loop.call_later(pause_s, self._wake)
@@ -92,26 +92,26 @@ class Feed:
                 loop.call_soon(self._wake)
 
     def _wake(self) -> None:
-        self._is_ringing = False
+        self._is_waking = False
         self._quiet_until = asyncio.get_running_loop().time() + _PAUSE_S * len(self._watchers)
         for wake in self._watchers:
             wake()
 
-    def after(self, place: int) -> list[FeedEntry]:
-        """What is held behind that place, oldest first."""
+    def after(self, position: int) -> list[FeedEntry]:
+        """The kept entries after that position, oldest first."""
         found = []
         for number in reversed(self._entries):
-            if number <= place:
+            if number <= position:
                 break
             found.append(self._entries[number])
         found.reverse()
         return found
 
-    def joined(self, place: int) -> bytes:
-        """The same as one piece of bytes; made once for all who stand at the same place."""
-        known = self._joined.get(place)
+    def joined(self, position: int) -> bytes:
+        """The same as bytes, shared by all watchers at this position."""
+        known = self._joined.get(position)
         if known is None:
-            known = self._joined[place] = b"".join(entry.sse for entry in self.after(place))
+            known = self._joined[position] = b"".join(entry.sse for entry in self.after(position))
         return known
 
     def end(self) -> None:

@@ -1,6 +1,6 @@
-"""What happens in the fleet, as one feed: facts and news of jobs with their tenant and metadata, and events of workers.
+"""One feed of all events in the fleet: facts and progress of jobs with tenant and metadata, and worker events.
 
-Best effort: whoever falls behind is told to read the lists again. While nobody watches, nothing is read or encoded.
+Best effort: a watcher that falls behind must read the lists again. Without watchers, nothing is read or encoded.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from comfyfleet.wire.progress import EventsQuery, FleetBody, fleet_body
 _LOG = logging.getLogger(__name__)
 
 _KEEP = 1_000
-_MAX_HEARD = 10_000
+_MAX_PENDING = 10_000
 _MAX_LABELS = 10_000
 _LABEL_S = 1.0
-"""So long an event waits for the metadata of its job, and with it those behind it."""
+"""Longest wait for the metadata of a job; later events wait too."""
 
 _Label = tuple[TenantId | None, dict[str, Any] | None]
 
 
 class EventFilter:
-    """Which events a watcher is shown. `scope` is the only tenant it may hear of; workers belong to no tenant."""
+    """Selects the events for a watcher. `scope` is the only tenant that it may see; workers belong to no tenant."""
 
     def __init__(self, query: EventsQuery, scope: TenantId | None) -> None:
         self._query = query
@@ -56,9 +56,9 @@ class FleetFeed(Feed):
     def __init__(self, engine: Engine) -> None:
         super().__init__(_KEEP)
         self._engine = engine
-        self._heard: deque[Event] = deque(maxlen=_MAX_HEARD)
+        self._pending: deque[Event] = deque(maxlen=_MAX_PENDING)
         self._labels: dict[JobId, _Label] = {}
-        self._telling: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._leave_bus: Callable[[], object] | None = None
 
     def join(self, wake: Callable[[], None]) -> None:
@@ -79,32 +79,32 @@ class FleetFeed(Feed):
         if self._leave_bus is not None:
             self._leave_bus()
             self._leave_bus = None
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        self._heard.clear()
+        if self._publishing is not None:
+            self._publishing.cancel()
+            self._publishing = None
+        self._pending.clear()
         self._labels.clear()
 
     def _hear(self, event: Event) -> None:
-        # Pictures of every job are more than anybody can watch; a job's own stream has them.
+        # Previews of all jobs are too much; the stream of each job has them.
         if event.kind is not ProgressKind.PREVIEW:
-            self._heard.append(event)
-            if self._telling is None:
-                self._telling = in_background(self._tell(), name="fleet events")
+            self._pending.append(event)
+            if self._publishing is None:
+                self._publishing = in_background(self._publish(), name="fleet events")
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         try:
-            while self._heard:
-                event = self._heard.popleft()
+            while self._pending:
+                event = self._pending.popleft()
                 try:
                     body = await self._body(event)
                 except Exception:
-                    log_failure(_LOG, "an event of the fleet could not be told of: %s", event.kind)
+                    log_failure(_LOG, "cannot publish a fleet event: %s", event.kind)
                 else:
                     self.add(FeedEntry(body.kind, body))
         finally:
-            if self._telling is asyncio.current_task():
-                self._telling = None
+            if self._publishing is asyncio.current_task():
+                self._publishing = None
 
     async def _body(self, event: Event) -> FleetBody:
         if isinstance(event, FleetEvent):
@@ -122,7 +122,7 @@ class FleetFeed(Feed):
                 async with asyncio.timeout(_LABEL_S):
                     record = await store.records.get(job_id)
             except (Fault, TimeoutError):
-                # Its tenant's database is away. Whose it is the store knows, and others' events do not wait for it.
+                # The tenant's database is away. The store knows the tenant, and other events must not wait.
                 dispatch = await store.load(job_id)
                 return None if dispatch is None else dispatch.tenant, None
             known = (None, None) if record is None else (record.tenant, record.payload.metadata)

@@ -1,8 +1,7 @@
-"""Server-Sent Events: one job's stream, resumed by `Last-Event-ID`, and the fleet's.
+"""Server-Sent Events of one job, which `Last-Event-ID` resumes, and of the fleet.
 
-What is said comes from the feeds (`job_channels.py`, `fleet_feed.py`), encoded once; here each watcher takes
-what it has not seen, all of it in one write. A comment keeps an idle connection open; one that takes nothing
-for a minute is closed, and comes back with the number it had.
+`job_channels.py` and `fleet_feed.py` encode each event once; here each watcher gets what it has not seen in one write.
+A comment keeps an idle connection open. A connection that reads nothing for a minute is closed and can resume.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.credentials import check_sees, no_job
 from comfyfleet.hub.http.limits import ClientDisconnected, ConnectionLimits
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply, until_disconnected
 from comfyfleet.hub.streams.feed import Feed, FeedEntry
 from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
 from comfyfleet.hub.streams.job_channels import JobChannels, progress_of
@@ -34,12 +33,12 @@ _HEADERS = {"content-type": CONTENT_TYPE, "cache-control": "no-store", "x-accel-
 
 
 class Watcher:
-    """One connection: its place in a feed, and whether it waits or is being written to."""
+    """One connection and its position in a feed."""
 
     def __init__(self, feed: Feed, first: bytes, wanted: Callable[[FeedEntry], bool] | None = None) -> None:
         self._feed = feed
         self._first = _BEGIN + first
-        self._place = feed.head
+        self._position = feed.head
         self._wanted = wanted
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
@@ -48,7 +47,7 @@ class Watcher:
         self.is_writing = False
         self.is_dropped = False
         self.ticks = 0
-        """Since it last took anything."""
+        """Since its last successful write."""
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -65,17 +64,17 @@ class Watcher:
     def end(self) -> None:
         self.close()
         if self.is_writing:
-            # It reads so slowly that it would not see the end in time.
+            # A slow reader would not see the end in time.
             self.drop()
 
     def drop(self) -> None:
-        """It takes nothing: what is being written to it is given up."""
+        """Cancels a write that makes no progress."""
         if self.task is not None:
             self.is_dropped = True
             self.task.cancel()
 
     async def next(self) -> bytes | None:
-        """Everything that is new, or None when there will be nothing more."""
+        """All new data, or None at the end."""
         if self._first:
             first, self._first = self._first, b""
             return first
@@ -92,14 +91,14 @@ class Watcher:
         return None
 
     def _unread(self) -> bytes:
-        feed, place = self._feed, self._place
-        if feed.head == place:
+        feed, position = self._feed, self._position
+        if feed.head == position:
             return b""
-        self._place = feed.head
+        self._position = feed.head
         if self._wanted is None:
-            return feed.joined(place)
-        chunk = b"".join(entry.sse for entry in feed.after(place) if self._wanted(entry))
-        if feed.lost > place:
+            return feed.joined(position)
+        chunk = b"".join(entry.sse for entry in feed.after(position) if self._wanted(entry))
+        if feed.lost > position:
             return FeedEntry("resync", {"reason": "too slow: events were left out"}).sse + chunk
         return chunk
 
@@ -114,8 +113,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = self._watcher
         watcher.task = asyncio.current_task()
-        hung_up = asyncio.ensure_future(_until_hung_up(receive))
-        hung_up.add_done_callback(lambda _: watcher.close())
+        disconnected = asyncio.ensure_future(until_disconnected(receive))
+        disconnected.add_done_callback(lambda _: watcher.close())
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             while (chunk := await watcher.next()) is not None:
@@ -129,26 +128,26 @@ class EventStream(Response):
             raise
         finally:
             self._leave()
-            hung_up.cancel()
-            await asyncio.wait({hung_up})
+            disconnected.cancel()
+            await asyncio.wait({disconnected})
 
 
 class StreamHandlers:
-    """`beat_s`: how often an idle stream says that it lives. One that takes nothing for `stalled_beats` is closed."""
+    """An idle stream sends a comment every `beat_s`. A write that stalls for `stalled_beats` is ended."""
 
     def __init__(
         self,
         engine: Engine,
-        rooms: JobChannels,
+        channels: JobChannels,
         fleet: FleetFeed,
-        places: ConnectionLimits,
+        connection_limits: ConnectionLimits,
         beat_s: float = 15.0,
         stalled_beats: int = 4,
     ) -> None:
         self._engine = engine
-        self._rooms = rooms
+        self._channels = channels
         self._fleet = fleet
-        self._places = places
+        self._connection_limits = connection_limits
         self._beat_s = beat_s
         self._stalled_beats = stalled_beats
         self._watchers: dict[Watcher, None] = {}
@@ -163,7 +162,7 @@ class StreamHandlers:
         return {"watch_job": self.watch, "job_progress": self.progress, "events": self.events}
 
     def close(self) -> None:
-        """Every stream ends, so that no watcher keeps the server from ending."""
+        """Ends every stream, so that the server can end."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -192,8 +191,8 @@ class StreamHandlers:
         record = await self._engine.store.records.get(job_id)
         if record is None:
             raise no_job(job_id)
-        standing = await progress_of(self._engine, dispatch, record)
-        return Reply(200, standing.body(self._engine.now()))
+        progress = await progress_of(self._engine, dispatch, record)
+        return Reply(200, progress.body(self._engine.now()))
 
     async def _stream(self, call: HubRequest[StreamQuery]) -> Reply | Response:
         job_id, after = JobId(call.parameters["job_id"]), _after(call.headers, call.given)
@@ -204,17 +203,19 @@ class StreamHandlers:
             if watcher is not None:
                 watcher.wake()
 
-        with ExitStack() as staying:
-            place = staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
+        with ExitStack() as cleanup:
+            slot = cleanup.enter_context(
+                self._connection_limits.held("stream", call.caller.key_id, call.address)
+            )
             await check_sees(call.caller, self._engine.store, job_id)
-            room = await self._rooms.enter(job_id, wake)
-            staying.callback(self._rooms.leave, room, wake)
-            if room.is_over and after >= room.told:
-                # Nothing is left to say; a browser that gets this does not ask again.
+            channel = await self._channels.enter(job_id, wake)
+            cleanup.callback(self._channels.leave, channel, wake)
+            if channel.is_over and after >= channel.told:
+                # Everything was sent. A browser does not reconnect after 204.
                 return Reply(204)
-            watcher = Watcher(room, room.first(min(after, room.told)))
-            place.end = watcher.end
-            return self._watched(watcher, staying.pop_all().close)
+            watcher = Watcher(channel, channel.first(min(after, channel.told)))
+            slot.end = watcher.end
+            return self._watched(watcher, cleanup.pop_all().close)
 
     # the fleet
 
@@ -224,14 +225,16 @@ class StreamHandlers:
         watcher = Watcher(
             self._fleet, FeedEntry("resync", {"reason": "begin: read the lists first"}).sse, wanted
         )
-        with ExitStack() as staying:
-            place = staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
-            place.end = watcher.end
+        with ExitStack() as cleanup:
+            slot = cleanup.enter_context(
+                self._connection_limits.held("stream", call.caller.key_id, call.address)
+            )
+            slot.end = watcher.end
             self._fleet.join(watcher.wake)
-            staying.callback(self._fleet.leave, watcher.wake)
-            return self._watched(watcher, staying.pop_all().close)
+            cleanup.callback(self._fleet.leave, watcher.wake)
+            return self._watched(watcher, cleanup.pop_all().close)
 
-    # all of them
+    # shared
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -261,7 +264,7 @@ class StreamHandlers:
 
 
 def _scope(caller: Caller, query: EventsQuery) -> TenantId | None:
-    """A key of one tenant hears of its jobs alone, whatever it asks for."""
+    """A key of one tenant sees only the jobs of that tenant."""
     if query.tenant is not None and not caller.sees(TenantId(query.tenant)):
         raise Refusal(RefusalCode.NOT_ALLOWED, f"this key does not see the tenant {query.tenant!r}")
     return caller.scope
@@ -274,8 +277,3 @@ def _after(headers: Mapping[str, str], query: StreamQuery) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 15:
         raise Refusal(RefusalCode.INVALID_REQUEST, f"Last-Event-ID {text!r} is not the number of an event")
     return int(text)
-
-
-async def _until_hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,8 +1,8 @@
-"""The gate of a hub: the terms of tenants that an operator set up, and how many of their jobs are open.
+"""Admission control by the terms of tenants: submission rate and number of open jobs. Policy defines the terms.
 
-What the terms mean is policy's. Open jobs are counted in the tenant's own database; between two counts this hub hands
-out the room that it found there, so jobs that come together get no further than those that come one by one. Hubs that
-share a store take an eighth of the room at a time, and may go beyond it together by so much.
+The tenant's database counts open jobs. Between two counts, this hub hands out the capacity that it found, so concurrent
+submissions cannot exceed the limit. A hub on a shared store takes an eighth of the free capacity at a time, so hubs
+together may exceed the limit by that much.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from comfyfleet.tenancy.tenants import Tenants
 
 _GOOD_FOR_S = 1.0
 _SHARE = 8
-_MAX_ROOMS = 10_000
+_MAX_TENANTS = 10_000
 
 
-class _Room:
-    """For one tenant. `idle`: nobody is on his way in, so that everybody who came is counted."""
+class _Capacity:
+    """Of one tenant. While `idle` is set, no submission is in progress, so a count finds all of them."""
 
     __slots__ = ("counting", "good_until", "idle", "left", "most", "under_way")
 
@@ -53,8 +53,8 @@ class TermsAdmission:
         self._pools = pools
         self._clock = clock
         self._is_shared = is_shared
-        self._turns = RateLimiter(documents, clock, is_shared=is_shared)
-        self._rooms: dict[TenantId, _Room] = {}
+        self._rate_limiter = RateLimiter(documents, clock, is_shared=is_shared)
+        self._capacities: dict[TenantId, _Capacity] = {}
 
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
         return await self._tenants.get(tenant_id)
@@ -62,41 +62,41 @@ class TermsAdmission:
     @asynccontextmanager
     async def admit(self, tenant: Tenant, /) -> AsyncIterator[None]:
         caps = tenant.caps
-        room = None if caps.max_waiting is None else await self._enter(tenant, caps.max_waiting)
+        capacity = None if caps.max_waiting is None else await self._enter(tenant, caps.max_waiting)
         try:
-            # Last: whoever finds no room has not had his turn.
+            # Last: a submission without capacity must not use a token.
             if caps.submits_per_minute is not None:
-                await self._turns.take(tenant.tenant_id, caps.submits_per_minute)
+                await self._rate_limiter.take(tenant.tenant_id, caps.submits_per_minute)
             yield
         finally:
-            if room is not None:
-                room.under_way -= 1
-                if not room.under_way:
-                    room.idle.set()
+            if capacity is not None:
+                capacity.under_way -= 1
+                if not capacity.under_way:
+                    capacity.idle.set()
 
-    async def _enter(self, tenant: Tenant, most: int) -> _Room:
-        room = self._room(tenant.tenant_id)
-        async with room.counting:
+    async def _enter(self, tenant: Tenant, most: int) -> _Capacity:
+        capacity = self._capacity_of(tenant.tenant_id)
+        async with capacity.counting:
             if (
-                room.most != most
-                or self._clock.monotonic() >= room.good_until
-                or (room.left <= 0 and self._is_shared)
+                capacity.most != most
+                or self._clock.monotonic() >= capacity.good_until
+                or (capacity.left <= 0 and self._is_shared)
             ):
-                await room.idle.wait()
+                await capacity.idle.wait()
                 database = await self._pools.of(tenant)
                 free = most - await database.count_open(tenant.tenant_id, most)
-                room.left = max(1, free // _SHARE) if self._is_shared and free > 0 else free
-                room.most, room.good_until = most, self._clock.monotonic() + _GOOD_FOR_S
-            check_waiting(tenant, most - max(0, room.left))
-            room.left -= 1
-            room.under_way += 1
-            room.idle.clear()
-        return room
+                capacity.left = max(1, free // _SHARE) if self._is_shared and free > 0 else free
+                capacity.most, capacity.good_until = most, self._clock.monotonic() + _GOOD_FOR_S
+            check_waiting(tenant, most - max(0, capacity.left))
+            capacity.left -= 1
+            capacity.under_way += 1
+            capacity.idle.clear()
+        return capacity
 
-    def _room(self, tenant_id: TenantId) -> _Room:
-        room = self._rooms.pop(tenant_id, None) or _Room()
-        self._rooms[tenant_id] = room
-        if len(self._rooms) > _MAX_ROOMS:
-            # The longest unused one; whoever is in it has it at hand.
-            del self._rooms[next(iter(self._rooms))]
-        return room
+    def _capacity_of(self, tenant_id: TenantId) -> _Capacity:
+        capacity = self._capacities.pop(tenant_id, None) or _Capacity()
+        self._capacities[tenant_id] = capacity
+        if len(self._capacities) > _MAX_TENANTS:
+            # The tenant that was idle longest. A submission in progress keeps its own reference.
+            del self._capacities[next(iter(self._capacities))]
+        return capacity

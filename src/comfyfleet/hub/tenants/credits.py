@@ -1,8 +1,6 @@
-"""The handlers of credits: balances, books, grants, corrections, receipts. A tenant sees its own and nobody else's.
+"""Handlers of credits, receipts, usage and accounting exports. A tenant sees its own data, without the operator's cost.
 
-What an entry is, is `policy/accounting.py`'s; that it is made once, the tenant's database's.
-
-The handlers of usage and of exports for accounting. A tenant sees its own, and not what it cost the operator.
+`policy/accounting.py` defines postings; the tenant's database makes sure that each is entered once.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from comfyfleet.wire import credits as wire
 from comfyfleet.wire.bodies import seconds_of
 
 _MAX_ROUNDS = 100
-"""Of a job, on one receipt; the newest."""
+"""Newest rounds of a job on one receipt."""
 
 
 class CreditHandlers:
@@ -53,7 +51,7 @@ class CreditHandlers:
             "job_receipt": self.receipt,
         }
 
-    # look
+    # read
 
     async def balance(self, call: HubRequest[None]) -> Reply:
         tenant = await self._seen(call)
@@ -65,7 +63,7 @@ class CreditHandlers:
         after = asked.after if asked.cursor is None else asked.cursor
         found = await database.statement(tenant.tenant_id, after=after, limit=asked.limit)
         cursor = str(found[-1].number) if len(found) == asked.limit else None
-        # Entries are never changed: what those before the page add up to is the same a moment later.
+        # Postings never change, so this total still fits the page.
         before = await database.account_at(tenant.tenant_id, after)
         return Reply(200, wire.StatementView(tuple(wire.entries(before, found)), cursor))
 
@@ -89,7 +87,7 @@ class CreditHandlers:
             rounds = await database.receipts(tenant.tenant_id, job_id, limit=_MAX_ROUNDS)
         return Reply(200, wire.receipt(job_id, dispatch.tenant, rounds))
 
-    # give
+    # change
 
     async def grant(self, call: HubRequest[wire.GrantBody]) -> Reply:
         tenant, database = await self._open(call)
@@ -106,8 +104,8 @@ class CreditHandlers:
         if entered is PostingResult.REFUSED:
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,
-                f"there is a grant {given.grant_id!r} already, of another amount or in another state; look at it, "
-                "and choose another id for another grant",
+                f"there is already a grant {given.grant_id!r} with another amount or state; read it, or choose another "
+                "id for a new grant",
             )
         kept = await self._granted(database, tenant.tenant_id, given.grant_id)
         return Reply(200 if entered is PostingResult.KNOWN else 201, wire.grant(kept), made=_named(kept))
@@ -142,14 +140,12 @@ class CreditHandlers:
         if entered is PostingResult.REFUSED:
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,
-                f"there is an adjustment {correction.adjustment_id!r} of another amount already; "
-                "choose another id for another one",
+                f"there is already an adjustment {correction.adjustment_id!r} with another amount; choose another id "
+                "for a new one",
             )
         made = f"{tenant.tenant_id}/{correction.adjustment_id}"
         status = 200 if entered is PostingResult.KNOWN else 201
         return Reply(status, await self._balance(tenant, database), made=made)
-
-    # parts
 
     async def _seen(self, call: HubRequest[Any]) -> Tenant:
         return await seen(self._tenants, call)
@@ -163,7 +159,7 @@ class CreditHandlers:
         return wire.balance(await database.account(tenant.tenant_id))
 
     async def _granted(self, database: TenantDatabase, tenant: TenantId, grant_id: str) -> CreditGrant:
-        # What no database could keep is not there.
+        # A database cannot store such an id.
         found = await database.grant_of(tenant, grant_id) if grant_id.isprintable() else None
         if found is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"tenant {tenant!r} has no grant {grant_id!r}")
@@ -171,7 +167,7 @@ class CreditHandlers:
 
 
 async def seen(tenants: Tenants, call: HubRequest[Any]) -> Tenant:
-    """The tenant that is asked about. Another's is not there at all."""
+    """The tenant in the path. Another key's tenant is not found."""
     tenant_id = TenantId(call.parameters["tenant_id"])
     if not call.caller.sees(tenant_id):
         raise not_found(tenant_id)
@@ -185,7 +181,7 @@ def _place_of(cursor: str) -> tuple[float, str]:
     except ValueError as error:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"cursor {cursor!r} is not one that a list of grants ended with; begin without one",
+            f"cursor {cursor!r} does not come from a list of grants; start without one",
             field="cursor",
         ) from error
 
@@ -198,7 +194,7 @@ def _decided(grant: CreditGrant) -> Refusal:
     how = "granted and may be spent" if grant.state is GrantState.GRANTED else "void"
     return Refusal(
         RefusalCode.WRONG_PHASE,
-        f"the grant {grant.grant_id!r} is {how} already; put it right with an adjustment or another grant",
+        f"the grant {grant.grant_id!r} is already {how}; correct it with an adjustment or another grant",
     )
 
 
@@ -241,7 +237,7 @@ class UsageHandlers:
         for pool, tenants in (await self._pools_of(tenant)).items():
             here = {each.tenant_id for each in tenants}
             database = await self._homes.pools.get(pool)
-            # By tenant too, whatever was asked for: what one that has moved left behind is counted where it is now.
+            # Always by tenant: a moved tenant's lines are also in its old database, and count only in the new one.
             some = await database.usage(
                 tenant, since=since, until=until, by=by | {"tenant"}, limit=_MAX_LINES + 1
             )
@@ -249,7 +245,7 @@ class UsageHandlers:
             if len(found) > _MAX_LINES:
                 raise Refusal(
                     RefusalCode.TOO_LARGE,
-                    f"this would have more than {_MAX_LINES} lines: ask for a shorter time, one tenant, or by less",
+                    f"the answer has more than {_MAX_LINES} lines: ask for a shorter time, one tenant, or fewer groups",
                 )
         return sorted(found, key=_order) if "tenant" in by else _together(found)
 
@@ -263,7 +259,7 @@ class UsageHandlers:
         tenant = await seen(self._homes.tenants, call)
         database = await self._homes.pools.of(tenant)
         shows_cost = call.caller.scope is None
-        # The first page before the answer begins: a database that is away is told as such.
+        # The first page comes before the answer starts, so that a database error has its own status.
         pages = _pages(database, tenant.tenant_id, call.given, shows_cost=shows_cost)
         first = await anext(pages)
         name = f"{tenant.tenant_id}-{call.given.of}-after-{call.given.after}.{call.given.format}"
@@ -300,7 +296,7 @@ async def _following(first: bytes, pages: AsyncIterator[bytes]) -> AsyncIterator
 
 
 def _together(lines: list[UsageLine]) -> list[UsageLine]:
-    """Without the tenants that they were asked for by."""
+    """Sums the lines over all tenants."""
     found: dict[tuple[Any, ...], UsageLine] = {}
     for each in lines:
         key = (each.workflow_hash, each.worker_id, each.day)

@@ -1,6 +1,6 @@
-"""The administrators' handlers of tenants: set up, changed, suspended, resumed. What may become of one is policy's.
+"""Handlers of tenants for administrators, and of the reconciliation between the store and tenants' databases.
 
-The operators' handlers of what was found between the store and tenants' databases.
+Policy decides which changes are allowed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from comfyfleet.wire.tenants import finding_list, finding_view
 
 
 class TenantHandlers:
-    """`wake` is called when a tenant is to be seen to at once."""
+    """`wake` starts tenant maintenance at once."""
 
     def __init__(
         self, tenant_services: TenantServices, shares: FairShareSync, clock: Clock, wake: Callable[[], None]
@@ -63,10 +63,10 @@ class TenantHandlers:
             if await self._tenant_services.remembers(tenant.tenant_id):
                 raise Refusal(
                     RefusalCode.DUPLICATE_DIFFERS,
-                    f"there was a tenant {tenant.tenant_id!r}, and the store keeps what became of its jobs until their "
-                    "time is over ([retention]): a new one would see them; choose another name until then",
+                    f"tenant {tenant.tenant_id!r} was deleted, and the store still keeps its ended jobs ([retention]), "
+                    "which a new tenant would see; choose another name until they are deleted",
                 )
-            # Before the name is taken: one of the same name may have been here once, and its book is closed.
+            # Before the name is taken: a deleted tenant of this name may have left a frozen account.
             await database.create_account(tenant.tenant_id)
         made = await self._tenants.create(tenant)
         await self._shares.keep(made)
@@ -74,14 +74,14 @@ class TenantHandlers:
 
     async def get(self, call: HubRequest[None]) -> Reply:
         tenant = await known(self._tenants, call.parameters["tenant_id"])
-        is_on_its_way = tenant.state in (TenantState.MOVING, TenantState.LEAVING)
-        doing = await waits_for(self._tenant_services.documents, tenant.tenant_id) if is_on_its_way else None
+        is_changing = tenant.state in (TenantState.MOVING, TenantState.LEAVING)
+        doing = await waits_for(self._tenant_services.documents, tenant.tenant_id) if is_changing else None
         return Reply(200, wire.view(tenant, doing))
 
     async def change(self, call: HubRequest[wire.TenantChange]) -> Reply:
         fields = wire.asked_for(call.given)
         reply = await self._changed(call, lambda tenant: policy.changed(tenant, fields))
-        # Jobs that wait are judged again.
+        # Waiting jobs are reviewed.
         self._wake()
         return reply
 
@@ -93,16 +93,16 @@ class TenantHandlers:
 
     async def move(self, call: HubRequest[wire.MoveBody]) -> Reply:
         pool, now = self._pools.check(call.given.pool), self._clock.now()
-        # Where no hub knows both pools the tenant would be on its way for ever, with nothing taken of it.
+        # If no hub knew both databases, the move would never end and no job would be accepted.
         self._pools.check((await known(self._tenants, call.parameters["tenant_id"])).pool)
-        # A pool that nobody can reach would keep the tenant waiting on the way.
+        # An unreachable database would block the tenant during the move.
         await self._pools.get(pool)
-        return await self._seen_to(call, lambda tenant: policy.moving(tenant, pool, now))
+        return await self._start(call, lambda tenant: policy.moving(tenant, pool, now))
 
     async def delete(self, call: HubRequest[wire.DeleteQuery]) -> Reply:
-        return await self._seen_to(call, lambda tenant: policy.leaving(tenant, call.given.confirm))
+        return await self._start(call, lambda tenant: policy.leaving(tenant, call.given.confirm))
 
-    async def _seen_to(self, call: HubRequest[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
+    async def _start(self, call: HubRequest[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
         reply = await self._changed(call, decide)
         self._wake()
         return Reply(202, reply.body)
@@ -115,7 +115,7 @@ class TenantHandlers:
 
 
 async def known(tenants: Tenants, tenant_id: str) -> Tenant:
-    """As it is now, whatever this hub remembers."""
+    """The current tenant, not the cached one."""
     found = await tenants.newest(TenantId(tenant_id))
     if found is None:
         raise not_found(TenantId(tenant_id))

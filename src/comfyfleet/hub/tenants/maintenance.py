@@ -1,14 +1,8 @@
-"""Sees to tenants that are on their way, to another pool or for good, and to jobs of those whose terms have changed.
-What one hub leaves undone another takes up, and the store knows the terms of all of them.
+"""Background jobs for tenants: relocation, deletion, review of waiting jobs after a change of terms, suspension of a
+tenant with poison workflows, and the time-out of jobs that no worker can run.
 
-Suspends a tenant for the hub itself: servers die of what it submits. An operator resumes it like any other.
-
-When that is so is policy's (`policy/poison_workflows.py`); the change is the one an operator makes, and
-stands in the audit log under the hub's name.
-
-Jobs that no worker can run fail after a while, and what is held for them is given back.
-
-Since when nobody can run a class of jobs is noted in the store, so that it outlives hubs. One hub at a time looks.
+If a hub stops in the middle, another one continues. Policy decides when to suspend. The store records since when no
+worker can run a class of jobs, so the time survives a restart; one hub at a time checks it.
 """
 
 from __future__ import annotations
@@ -40,11 +34,11 @@ _LOG = logging.getLogger(__name__)
 
 _POLL_S = 10.0
 AT_ONCE = 8
-"""So many tenants are seen to at the same time; the others have their turn when one is done."""
+"""Tenants processed at the same time."""
 
 
 class TenantMaintenance:
-    """`start` and `close` are its life; both may be called twice."""
+    """`start` and `close` may be called twice."""
 
     def __init__(
         self,
@@ -71,14 +65,14 @@ class TenantMaintenance:
         self._running: asyncio.Task[None] | None = None
         self._under_way: dict[TenantId, asyncio.Task[None]] = {}
         self._last = TenantId("")
-        """The one that was begun last: those behind it are next, so that nobody is in front of the others for ever."""
+        """The tenant that was started last. The next one in order follows, so that all get their turn."""
 
     def start(self) -> None:
         if self._running is None:
-            self._running = in_background(self._run(), name="tenant duties")
+            self._running = in_background(self._run(), name="tenant maintenance")
 
     async def close(self) -> None:
-        """What is under way is gone on with after the next start, or by another hub."""
+        """Another hub, or the next start, continues unfinished work."""
         running, self._running = self._running, None
         tasks = [*self._under_way.values(), *([] if running is None else [running])]
         for task in tasks:
@@ -99,25 +93,25 @@ class TenantMaintenance:
                     if tenant_id not in self._under_way and len(self._under_way) < AT_ONCE:
                         self._begin(tenant_id)
             except ComfyFleetError as error:
-                _LOG.warning("tenants are looked at later: %s", error)
+                _LOG.warning("cannot check tenants; will try again: %s", error)
             except Exception:
-                log_failure(_LOG, "tenants could not be looked at; the next look tries again")
+                log_failure(_LOG, "cannot check tenants; will try again")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_s):
                     await self._woken.wait()
 
     def _begin(self, tenant_id: TenantId) -> None:
-        task = in_background(self._see_to(tenant_id), name=f"tenant {tenant_id}")
+        task = in_background(self._process(tenant_id), name=f"tenant {tenant_id}")
         self._under_way[tenant_id], self._last = task, tenant_id
         task.add_done_callback(lambda _: self._done(tenant_id))
 
     def _done(self, tenant_id: TenantId) -> None:
         if len(self._under_way) >= AT_ONCE:
-            # Somebody may have been waiting for this one's place.
+            # Another tenant may be waiting for this slot.
             self.wake()
         self._under_way.pop(tenant_id, None)
 
-    async def _see_to(self, tenant_id: TenantId) -> None:
+    async def _process(self, tenant_id: TenantId) -> None:
         try:
             mine = await claim(self._documents, self._clock, tenant_id)
             if mine is None:
@@ -125,7 +119,7 @@ class TenantMaintenance:
             try:
                 is_gone = await self._do(tenant_id, mine)
             except BaseException as error:
-                # Taken up again at once, by whoever looks first.
+                # So that any hub can retry at once.
                 why = f"another try, after: {error}" if isinstance(error, ComfyFleetError) else ""
                 with contextlib.suppress(ComfyFleetError):
                     await mine.give_back(why)
@@ -133,12 +127,12 @@ class TenantMaintenance:
             if not is_gone:
                 await mine.give_back()
         except ComfyFleetError as error:
-            _LOG.warning("tenant %s is seen to later: %s", tenant_id, error)
+            _LOG.warning("maintenance of tenant %s failed; will try again: %s", tenant_id, error)
         except Exception:
-            log_failure(_LOG, "tenant %s could not be seen to; it is tried again", tenant_id)
+            log_failure(_LOG, "maintenance of tenant %s failed; will try again", tenant_id)
 
     async def _do(self, tenant_id: TenantId, mine: Claim) -> bool:
-        """Whether nothing of it is left."""
+        """True if the tenant is deleted."""
         tenant = await self._tenants.newest(tenant_id)
         while tenant is not None and is_due(tenant):
             if tenant.state is TenantState.LEAVING:
@@ -147,7 +141,7 @@ class TenantMaintenance:
             if tenant.state is TenantState.MOVING:
                 tenant = await self._relocation.move(tenant, mine)
                 await self._shares.keep(tenant)
-                _LOG.info("tenant %s lies in the pool %s now", tenant_id, tenant.pool)
+                _LOG.info("tenant %s has moved to the database %s", tenant_id, tenant.pool)
             elif tenant.moved_from is not None:
                 tenant = await self._relocation.tidy(tenant, mine)
             else:
@@ -156,7 +150,7 @@ class TenantMaintenance:
 
     async def _delete(self, tenant: Tenant, mine: Claim) -> None:
         tenant_id = tenant.tenant_id
-        # It may take long, and many attempts while its pool is away: the log tells of its end.
+        # This may take long, with many attempts while the tenant's database is away; the audit log records its end.
         await self._deletion.leave(tenant, mine)
         entry = AuditEntry(0.0, "hub", None, "tenant_deleted", tenant_id, tenant_id)
         await self._audit.operation(entry, lambda: self._deletion.forget(tenant_id), lambda _: None)
@@ -164,8 +158,8 @@ class TenantMaintenance:
 
 
 def is_due(tenant: Tenant) -> bool:
-    is_on_its_way = tenant.state in (TenantState.MOVING, TenantState.LEAVING) or tenant.moved_from is not None
-    return is_on_its_way or tenant.judged_number < tenant.terms_number
+    is_changing = tenant.state in (TenantState.MOVING, TenantState.LEAVING) or tenant.moved_from is not None
+    return is_changing or tenant.judged_number < tenant.terms_number
 
 
 class TenantSuspension:
@@ -175,7 +169,7 @@ class TenantSuspension:
         self._audit = audit
 
     async def suspend(self, tenant_id: TenantId) -> bool:
-        """False: nobody set it up, or it does not work now anyway."""
+        """False if the tenant was not set up or is not active."""
         tenant = await self._tenants.newest(tenant_id)
         if tenant is None or tenant.state is not TenantState.ACTIVE:
             return False
@@ -190,7 +184,7 @@ class TenantSuspension:
 
 COLLECTION = "unrunnable"
 CLAIM = TenantId("-unrunnable")
-"""No tenant has a name like this."""
+"""No tenant can have this name."""
 LOOK_S = 30.0
 _PAGE = 200
 
@@ -200,7 +194,7 @@ class _Noted(msgspec.Struct, frozen=True):
 
 
 class UnrunnableJobTimeout:
-    """`start` and `close` are its life; both may be called twice."""
+    """`start` and `close` may be called twice."""
 
     def __init__(
         self, engine: Engine, tenants: Tenants, documents: DocumentStore, clock: Clock, look_s: float = LOOK_S
@@ -228,14 +222,12 @@ class UnrunnableJobTimeout:
             try:
                 await self.look()
             except ComfyFleetError as error:
-                _LOG.warning("jobs that nobody can run are looked for later: %s", error)
+                _LOG.warning("cannot check for jobs that no worker can run; will try again: %s", error)
             except Exception:
-                log_failure(
-                    _LOG, "jobs that nobody can run could not be looked for; the next look tries again"
-                )
+                log_failure(_LOG, "cannot check for jobs that no worker can run; will try again")
 
     async def look(self) -> int:
-        """How many have failed."""
+        """The number of jobs that it failed."""
         mine = await claim(self._documents, self._clock, CLAIM)
         if mine is None:
             return 0
@@ -246,11 +238,8 @@ class UnrunnableJobTimeout:
                 await mine.give_back()
 
     async def _look(self, mine: Claim) -> int:
-        classes, now, failed = (
-            await self._engine.judge.unrunnable_classes(),
-            await self._engine.store.now(),
-            0,
-        )
+        classes, failed = await self._engine.judge.unrunnable_classes(), 0
+        now = await self._engine.store.now()
         noted = await self._noted()
         for key in noted.keys() - classes.keys():
             await self._documents.remove(COLLECTION, key)
@@ -266,7 +255,7 @@ class UnrunnableJobTimeout:
             try:
                 failed += await self._fail(tenant_id, due, after_s, mine) if due else 0
             except Fault as fault:
-                _LOG.info("jobs of tenant %s that nobody can run fail later: %s", tenant_id, fault)
+                _LOG.info("cannot fail unrunnable jobs of tenant %s; will try again: %s", tenant_id, fault)
         return failed
 
     async def _noted(self) -> dict[ClassKey, float]:

@@ -1,8 +1,7 @@
-"""Facts on their way out: from the jobs that somebody wants to hear of, through the book, to their receivers.
+"""Delivers facts of jobs to webhooks: from the engine through the outbox to the receivers.
 
-Each hub hears the facts of its own engine and enters them at once; what no hub heard (one died, a worker has no engine)
-is found by going through the notes. No hub leads: a delivery is claimed before it is sent. How many are sent at a time
-is `sender.py`'s.
+Each hub enters the facts of its own engine at once. Facts that no hub noticed are found by reading the outbox entries
+of jobs. There is no leader: a hub claims a delivery before it sends it. `sender.py` limits concurrent calls.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _LOG = logging.getLogger(__name__)
 
 _BATCH_SIZE = 32
 _MAX_HEARD = 10_000
-"""Rounds of jobs whose facts were heard and not looked at yet; more are found by going through the notes."""
+"""Rounds with unprocessed facts. Beyond it, the outbox entries are enough."""
 _MAX_UNHEARD = 50_000
 _NOTES = 200
-"""Notes gone through in one look."""
+"""Outbox entries read in one pass."""
 _DUE = 200
 _DUE_PAGES = 5
 _NEVER_CAME_S = 60.0
-"""A note whose job was not written in this time: its submission was refused or died."""
+"""If the job of an outbox entry is not stored by then, its submission failed."""
 _PRUNE_EVERY_S = 10.0
 _PRUNE = 500
 
@@ -46,7 +45,7 @@ T = TypeVar("T")
 
 
 class WebhookDispatcher:
-    """`start` and `close` are its life; both may be called twice."""
+    """`start` and `close` may be called twice."""
 
     def __init__(
         self,
@@ -66,10 +65,10 @@ class WebhookDispatcher:
         self._pending = pending
         self._heard: dict[tuple[JobId, int], None] = {}
         self._unheard: dict[tuple[JobId, int], None] = {}
-        """Rounds that were written here and nobody hears of: their facts are not looked at, though others' are."""
+        """Rounds written here that no webhook wants; their facts are skipped."""
         self._announced = 0
         self._is_needed = True
-        """Whether anybody wants to hear of any job. Where not, facts cost nothing here."""
+        """Whether any webhook wants any job. If not, facts cost nothing here."""
         self._woken = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._is_asked = False
@@ -83,15 +82,15 @@ class WebhookDispatcher:
         self._leave_bus = engine.bus.listen(self._hear)
 
     async def announce(self, submission: Submission, job_id: JobId, round_: int) -> None:
-        """Before the round is written. Raises `ForbiddenUrl` for a URL never called, `queue_full` where too many
-        deliveries of the tenant wait. A job that was taken once may be tried again."""
+        """Called before the round is stored. Raises `ForbiddenUrl` for a URL that is never called, and `queue_full` if
+        the tenant has too many pending deliveries. A retry of an accepted job is always allowed."""
         hearers = await self._webhooks.hearing(submission.tenant)
         own = submission.webhook
         if round_ == 1:
             if own is not None:
-                # What it leads to is looked at before each call.
+                # The address behind the URL is checked before each call.
                 self._guard.check(own.url)
-            # What operators hear is theirs, however many wait.
+            # Webhooks of operators do not count against the tenant.
             if own is not None or any(each.owner == submission.tenant for each in hearers):
                 self._pending.check(submission.tenant)
         if own is None and not hearers:
@@ -109,7 +108,7 @@ class WebhookDispatcher:
             self._running = in_background(self._run(), name="deliveries")
 
     async def close(self) -> None:
-        """What is being sent may end within a short grace; what is not delivered then is tried after the next start."""
+        """Calls in progress may end within a short grace; the rest is sent after the next start."""
         self._is_closed = True
         self._leave_bus()
         if self._running is not None:
@@ -119,11 +118,11 @@ class WebhookDispatcher:
         await self._guard.close()
 
     def wake(self) -> None:
-        """Something may be due before its time."""
+        """Looks for due deliveries at once."""
         self._is_asked = True
         self._woken.set()
 
-    # what is heard
+    # facts
 
     def _hear(self, event: Event) -> None:
         if not isinstance(event, Fact) or not self._is_needed:
@@ -140,35 +139,35 @@ class WebhookDispatcher:
         loop = asyncio.get_running_loop()
         look_s, looked_at = self._engine.rules.round_s, float("-inf")
         while True:
-            # First, so that whatever comes while something is being done is not slept through.
+            # First, so that no wake-up during the work is lost.
             self._woken.clear()
             some = list(itertools.islice(self._heard, _BATCH_SIZE))
             for each in some:
                 del self._heard[each]
-            await self._tried(asyncio.gather(*(self._look_at(*each) for each in some)))
+            await self._guarded(asyncio.gather(*(self._look_at(*each) for each in some)))
             if self._is_asked:
                 self._is_asked, self._due_after = False, ""
-                await self._tried(self._look_at_due())
+                await self._guarded(self._look_at_due())
             if loop.time() - looked_at >= look_s:
-                # The first time all notes are gone through: a hub that died may have left any of them behind.
-                await self._tried(self._look_at_notes(is_whole=looked_at < 0))
-                await self._tried(self._look_at_due())
-                await self._tried(self._prune())
-                await self._tried(self._pending.count())
+                # The first pass reads all entries, because a hub that died may have left any of them.
+                await self._guarded(self._look_at_notes(is_whole=looked_at < 0))
+                await self._guarded(self._look_at_due())
+                await self._guarded(self._prune())
+                await self._guarded(self._pending.count())
                 looked_at = loop.time()
             if not self._heard:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, looked_at + look_s - loop.time())):
                         await self._woken.wait()
 
-    async def _tried(self, duty: Awaitable[object]) -> None:
-        """Whatever is wrong with one duty, the others are done; the next look tries it again."""
+    async def _guarded(self, step: Awaitable[object]) -> None:
+        """A failed step does not stop the others; the next pass repeats it."""
         try:
-            await duty
+            await step
         except ComfyFleetError as error:
-            _LOG.warning("deliveries could not be looked at; the next look tries again: %s", error)
+            _LOG.warning("cannot process webhook deliveries; will try again: %s", error)
         except Exception:
-            log_failure(_LOG, "deliveries could not be looked at; the next look tries again")
+            log_failure(_LOG, "cannot process webhook deliveries; will try again")
 
     async def _look_at_notes(self, *, is_whole: bool) -> None:
         while True:
@@ -189,11 +188,11 @@ class WebhookDispatcher:
         try:
             await self._enter(noted)
         except Fault as fault:
-            # Its tenant's database is away: its note is found again, and others' are not kept waiting.
-            _LOG.info("what job %s has told is entered later: %s", noted.job_id, fault)
+            # The tenant's database is away. A later pass finds the entry; others must not wait.
+            _LOG.info("cannot enter deliveries of job %s; will try again: %s", noted.job_id, fault)
 
     async def _enter(self, noted: StoredOutboxEntry) -> None:
-        """What the round has told since the last look. Two hubs may do so at once."""
+        """Enters deliveries for the facts since the last pass. Two hubs may do this at once."""
         store, job_id = self._engine.store, noted.job_id
         facts = await store.facts(job_id, noted.note.told)
         job = await store.records.get(job_id) if facts else None
@@ -236,10 +235,10 @@ class WebhookDispatcher:
                         now,
                     )
 
-    # what is due
+    # deliveries
 
     async def _look_at_due(self) -> None:
-        """Going on where the last look ended, so that many that wait for one host do not hide the others."""
+        """Continues where the last pass ended, so that many entries for one host do not hide the others."""
         now = self._engine.now()
         for _ in range(_DUE_PAGES):
             page = await self._ledger.due(self._due_after, _DUE)
@@ -253,18 +252,17 @@ class WebhookDispatcher:
             self._due_after = page[-1].name
 
     async def _send(self, entry: str) -> None:
-        """A due entry by its name. One that did not lead to an attempt may not lead anywhere any more."""
+        """Sends a due entry. An entry without an attempt may be stale and is repaired."""
         try:
             if not await self._sender.send(delivery_in(entry)):
                 await self._ledger.mend(entry)
         except ComfyFleetError as error:
-            _LOG.warning("a delivery could not be noted; it is tried again: %s", error)
+            _LOG.warning("cannot record a webhook delivery; will try again: %s", error)
         except Exception:
-            log_failure(_LOG, "a delivery failed in a way nobody foresaw; it is tried again")
+            log_failure(_LOG, "a webhook delivery failed unexpectedly; will try again")
 
     async def _prune(self) -> None:
-        """Only those of old jobs are gone through: a page in each look, and after the last of
-        them, later, from the first."""
+        """Deletes old deliveries, one page of old jobs in each pass."""
         now, rules = self._engine.now(), self._engine.rules
         if not self._prune_after and now - self._pruned_at < _PRUNE_EVERY_S:
             return
@@ -287,6 +285,6 @@ def _ended_before(delivery: Delivery, now: float, rules: Rules) -> bool:
 
 
 async def _some_at_a_time(work: Callable[[T], Awaitable[None]], items: Sequence[T]) -> None:
-    """Together, so that they wait for one commit and not each for its own."""
+    """Runs a batch together, so that it shares one commit."""
     for start in range(0, len(items), _BATCH_SIZE):
         await asyncio.gather(*map(work, items[start : start + _BATCH_SIZE]))

@@ -1,6 +1,6 @@
-"""The handlers of webhooks: standing ones, the secret that signs, what was delivered and what is sent again.
+"""Handlers of webhooks: subscriptions, signing secrets, deliveries. `dispatcher.py` delivers.
 
-An owner sees its own alone; what stands for every tenant is the operators'. How facts get out is `dispatcher.py`'s.
+An owner sees its own webhooks only; webhooks for every tenant belong to operators.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAGE = 250
 
 
 class WebhookHandlers:
-    """`wake` is called when something is to be sent at once."""
+    """`wake` makes the dispatcher look for due deliveries."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WebhookHandlers:
             "resend_delivery": self.resend,
         }
 
-    # standing webhooks
+    # subscriptions
 
     async def list_webhooks(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         if call.caller.scope is not None:
@@ -120,7 +120,7 @@ class WebhookHandlers:
     # deliveries
 
     async def list_deliveries(self, call: HubRequest[wire.DeliveriesQuery]) -> Reply:
-        """Looks at so many and no more: a page with a cursor may be short, or empty."""
+        """Reads a bounded number of deliveries, so a page with a cursor may be short or empty."""
         asked, after, looked_at = call.given, call.given.cursor or "", 0
         found: list[wire.DeliveryView] = []
         while looked_at < _MAX_LOOKED_AT:
@@ -178,10 +178,10 @@ def _owner(caller: Caller, every_tenant: bool) -> TenantId | None:
     if not every_tenant:
         return caller.owner
     if caller.scope is not None:
-        raise Refusal(RefusalCode.NOT_ALLOWED, "only operators hear of every tenant's jobs")
+        raise Refusal(RefusalCode.NOT_ALLOWED, "only an operator's key may subscribe to every tenant's jobs")
     return None
 
 
 def _sees(caller: Caller, owner: TenantId | None) -> bool:
-    """What stands for everybody is the operators', who see everything."""
+    """A webhook for every tenant belongs to operators, who see everything."""
     return caller.scope is None or caller.scope == owner

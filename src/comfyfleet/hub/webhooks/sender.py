@@ -1,16 +1,8 @@
-"""One attempt at one delivery: claim it, make what is sent from the job, sign it, send it, note what came of it.
+"""Sends webhook deliveries: claims one, signs and posts it, and records the result.
 
-When an attempt is made is `dispatcher.py`'s, what follows from it `policy/webhook_delivery.py`'s.
-
-How many calls go out at a time: bounded for each host, each owner and in all, so that who is slow waits for himself.
-
-What has no room stands in line, in memory and bounded: whatever is left out of it is found again by whoever offered it.
-It owns the tasks of the calls, and knows nothing of what is sent.
-
-How many deliveries of each tenant wait to be sent, as they were counted a moment ago.
-
-Whoever has too many waiting brings no more: its receivers are away, and what waits is kept for days. The count is made
-from what is due, so it needs nothing written, and is allowed a small share of the time. What is too many is policy's.
+`OutgoingCalls` limits concurrent calls per host, per owner and in total, so a slow receiver delays only itself.
+`PendingDeliveries` counts what waits for each tenant. `dispatcher.py` decides when to send, and
+`policy/webhook_delivery.py` what follows from an attempt.
 """
 
 from __future__ import annotations
@@ -20,8 +12,9 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -62,12 +55,11 @@ class OutgoingLimits(msgspec.Struct, frozen=True):
 
 
 TESTS = OutgoingLimits(in_all=16, of_owner=4, of_host=4)
-"""Of calls that somebody waits for: they have room of their own, so that they neither wait for deliveries nor keep
-them waiting."""
+"""Tests have their own limits, so that tests and deliveries do not wait for each other."""
 
 
-class Waited:
-    """Calls whose caller waits for what comes of them: one that has no room is refused, and stands in no line."""
+class ConcurrentTests:
+    """Limits calls whose caller waits for the result: a call beyond a limit is refused, not queued."""
 
     def __init__(self, bounds: OutgoingLimits = TESTS) -> None:
         self._bounds = bounds
@@ -75,7 +67,7 @@ class Waited:
         self._owners: Counter[str] = Counter()
 
     @contextmanager
-    def room(self, host: str, owner: str) -> Iterator[None]:
+    def slot(self, host: str, owner: str) -> Iterator[None]:
         bounds = self._bounds
         if (
             self._hosts.total() >= bounds.in_all
@@ -84,8 +76,8 @@ class Waited:
         ):
             raise Refusal(
                 RefusalCode.RATE_LIMITED,
-                f"at most {bounds.in_all} test deliveries are under way at a time, {bounds.of_owner} of one owner and "
-                f"{bounds.of_host} to one host: wait for the answers to those before it",
+                f"at most {bounds.in_all} test deliveries run at a time, {bounds.of_owner} of one owner and "
+                f"{bounds.of_host} to one host: wait for the earlier ones",
                 retry_after_s=_RETRY_S,
             )
         counters = ((self._hosts, host), (self._owners, owner))
@@ -101,16 +93,19 @@ class Waited:
 
 
 class OutgoingCalls:
-    """`work` makes the call of that name, and raises nothing."""
+    """`work` makes the call of that name and must not raise. Calls beyond a limit wait in bounded queues; the caller
+    offers a call again that did not fit."""
 
-    def __init__(self, work: Callable[[str], Awaitable[None]], bounds: OutgoingLimits | None = None) -> None:
+    def __init__(
+        self, work: Callable[[str], Coroutine[Any, Any, None]], bounds: OutgoingLimits | None = None
+    ) -> None:
         self._work = work
         self._bounds = bounds or OutgoingLimits()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._hosts: Counter[str] = Counter()
         self._owners: Counter[str] = Counter()
         self._waiting: dict[str, dict[str, str]] = {}
-        """By host: names and their owners."""
+        """By host: names of calls and their owners."""
         self._count = 0
         self._is_closed = False
 
@@ -118,18 +113,18 @@ class OutgoingCalls:
         return len(self._running)
 
     def offer(self, name: str, host: str, owner: str) -> None:
-        """Begins it, or lets it stand in line. One that runs or stands there already is the same one."""
+        """Starts or queues the call, unless it runs or waits already."""
         line = self._waiting.get(host)
         if self._is_closed or name in self._running or (line is not None and name in line):
             return
-        if self._has_room(host, owner):
+        if self._fits(host, owner):
             self._start(name, host, owner)
         elif self._count < _MAX_WAITING and len(line or ()) < _MAX_WAITING_OF_HOST:
             self._waiting.setdefault(host, {})[name] = owner
             self._count += 1
 
     async def close(self) -> None:
-        """What is under way may end within a short grace."""
+        """Calls in progress may end within a short grace."""
         self._is_closed = True
         self._waiting.clear()
         if self._running:
@@ -138,7 +133,7 @@ class OutgoingCalls:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    def _has_room(self, host: str, owner: str) -> bool:
+    def _fits(self, host: str, owner: str) -> bool:
         bounds = self._bounds
         return (
             len(self._running) < bounds.in_all
@@ -149,12 +144,9 @@ class OutgoingCalls:
     def _start(self, name: str, host: str, owner: str) -> None:
         self._hosts[host] += 1
         self._owners[owner] += 1
-        task = in_background(self._run(name), name="outgoing")
+        task = in_background(self._work(name), name="outgoing")
         self._running[name] = task
         task.add_done_callback(lambda _: self._ended(name, host, owner))
-
-    async def _run(self, name: str) -> None:
-        await self._work(name)
 
     def _ended(self, name: str, host: str, owner: str) -> None:
         del self._running[name]
@@ -164,7 +156,7 @@ class OutgoingCalls:
                 del counter[key]
         if self._is_closed:
             return
-        # One for each host in turn: a long line does not keep the short ones waiting.
+        # One call for each host in turn, so that a long queue does not delay short ones.
         for each in list(self._waiting):
             if len(self._running) >= self._bounds.in_all:
                 return
@@ -174,8 +166,8 @@ class OutgoingCalls:
         if self._hosts[host] >= self._bounds.of_host:
             return
         line = self._waiting.pop(host)
-        # Not always the first: many have the same host, and one whose owner is busy elsewhere keeps the others waiting.
-        name = next((name for name, owner in line.items() if self._has_room(host, owner)), None)
+        # Not always the first: its owner may be busy with other hosts.
+        name = next((name for name, owner in line.items() if self._fits(host, owner)), None)
         if name is not None:
             self._count -= 1
             self._start(name, host, line.pop(name))
@@ -186,7 +178,7 @@ class OutgoingCalls:
 _LOG = logging.getLogger(__name__)
 
 CLAIM_S = 30.0
-"""Longer than any attempt takes. A delivery whose hub died is sent by another, or the same again, after this."""
+"""Longer than any attempt. After this time, another hub may send the delivery of a hub that died."""
 
 
 def make_secret() -> str:
@@ -210,10 +202,10 @@ class WebhookSender:
         self._guard = guard
         self._chance = chance
         self._claim_s = claim_s
-        self._tests = Waited()
+        self._tests = ConcurrentTests()
 
     async def send(self, name: str) -> bool:
-        """False: there was nothing to send now."""
+        """False if there was nothing to send."""
         now = self._engine.now()
         claimed = await self._ledger.claim(name, now, now + self._claim_s)
         if claimed is None:
@@ -222,14 +214,14 @@ class WebhookSender:
         try:
             after = await self._attempt(delivery)
         except asyncio.CancelledError:
-            # The hub stops: whoever comes next need not wait for the claim to end.
+            # The hub stops: the next hub need not wait for the claim to expire.
             await self._give_back(delivery, version)
             raise
         if after.status is DeliveryStatus.GIVEN_UP:
             _LOG.warning(
                 "delivery %s to %s is given up after %d attempts: %s",
                 delivery.delivery_id,
-                # No more of it: many a receiver has its secret in the path.
+                # Only the host: many receivers have a secret in the path.
                 host_of(delivery.url),
                 after.attempts,
                 after.last_error,
@@ -242,15 +234,15 @@ class WebhookSender:
         facts = await store.facts(delivery.job_id, delivery.number - 1)
         job = await store.records.get(delivery.job_id)
         if job is None or not facts or facts[0].number != delivery.number:
-            return given_up(delivery, "the job is not kept any more", self._engine.now())
+            return given_up(delivery, "the job was deleted", self._engine.now())
         keys = await self._webhooks.signing(delivery.owner, make_secret())
         try:
             body = event(facts[0], await _made_safe(job))
             attempted = await self._post(delivery.url, delivery.delivery_id, body, keys)
         except Exception:
-            # It may well be the same the next time: counted, it has an end like any other.
-            log_failure(_LOG, "delivery %s could not be made", delivery.delivery_id)
-            attempted = DeliveryAttempt(error="the hub could not make the call; its log says why")
+            # The error may persist, so it counts as an attempt.
+            log_failure(_LOG, "cannot make the call of webhook delivery %s", delivery.delivery_id)
+            attempted = DeliveryAttempt(error="the hub failed to make the call; see the hub's log")
         return after_attempt(
             delivery,
             attempted,
@@ -260,8 +252,8 @@ class WebhookSender:
         )
 
     async def try_out(self, webhook: WebhookSubscription) -> WebhookTested:
-        """A test delivery, once. Refused while too many are under way: each may last as long as its receiver likes."""
-        with self._tests.room(host_of(webhook.url), "" if webhook.owner is None else webhook.owner):
+        """Sends one test delivery. Refused while too many run, because a receiver may take long."""
+        with self._tests.slot(host_of(webhook.url), "" if webhook.owner is None else webhook.owner):
             return await self._try_out(webhook)
 
     async def _try_out(self, webhook: WebhookSubscription) -> WebhookTested:
@@ -303,7 +295,7 @@ class WebhookSender:
         try:
             await self._ledger.settle(delivery, free, version)
         except ComfyFleetError as error:
-            _LOG.info("a claim could not be given back; it ends by itself: %s", error)
+            _LOG.info("cannot release the claim of a delivery; it will expire: %s", error)
 
 
 async def _made_safe(job: Job) -> Job:
@@ -317,7 +309,7 @@ def _retry_after_s(answer: FetchedAnswer) -> float | None:
 
 _EVERY_S = 5.0
 _SHARE = 20
-"""After a count that took long, so many times as long until the next."""
+"""The pause after a count is at least this many times its duration."""
 _PAGE = 1_000
 
 
@@ -332,7 +324,7 @@ class PendingDeliveries:
         check_pending(self._by_owner[tenant], self._most)
 
     async def count(self) -> None:
-        """If it is time."""
+        """Counts again if it is time."""
         loop = asyncio.get_running_loop()
         began_at = loop.time()
         if began_at < self._count_at:

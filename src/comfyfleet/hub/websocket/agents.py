@@ -1,8 +1,7 @@
-"""Agents over one WebSocket: the workers' door as over HTTP, each message a call, each answer with its call's
-number.
+"""Agents over one WebSocket: the worker API as over HTTP. Each message is a call, each answer repeats its number.
 
-What a call means is `hub/workers.py`'s. Here is how many there may be at a time: a parked poll waits beside
-the others, and whoever sends faster than is answered is not read from. Leases outlive the connection.
+`hub/workers.py` handles the calls. This module limits them: parked polls wait beside other calls, and a connection that
+sends too fast is not read. Leases outlive the connection.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from comfyfleet.wire.routes import WORKER as WORKER_ROUTES
 _LOG = logging.getLogger(__name__)
 
 Identify = Callable[[], Awaitable[Caller]]
-"""Who speaks, if their key is still good."""
+"""Returns the caller, if the key is still valid."""
 
 _MAX_PARKED = 2_048
 _MAX_AT_WORK = 64
@@ -45,7 +44,7 @@ _BODIES: dict[str, msgspec.json.Decoder[Any]] = {
 
 
 class AgentSession:
-    """One connection, which may serve any number of slots and workers."""
+    """One connection for any number of slots and workers."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class AgentSession:
         address: str,
         limits: HubLimits,
         rate: RequestRate,
-        places: ConnectionLimits,
+        connection_limits: ConnectionLimits,
         bodies: LargeBodies,
         scope: Scope,
         send: Send,
@@ -62,7 +61,7 @@ class AgentSession:
         self._handlers = handlers
         self._identify = identify
         self._address = address
-        self._places = places
+        self._connection_limits = connection_limits
         self._limits = limits
         self._bodies = bodies
         self._rate = rate
@@ -76,18 +75,18 @@ class AgentSession:
         try:
             await self._line.run(receive, self._hear)
         finally:
-            # A parked poll is an idle slot, and ends with its connection. What is being written down is: a report
-            # whose answer nobody reads is a report all the same.
+            # A parked poll is an idle slot and ends with its connection. A report is completed, even if nobody
+            # reads the answer.
             for task in list(self._parked.values()):
                 task.cancel()
             if under_way := {*self._parked.values(), *self._at_work}:
                 await asyncio.wait(under_way)
 
-    def _tell(self, type_: str, request_id: int, status: int, body: Any) -> None:
-        told = {"type": type_, "request_id": request_id, "status": status}
-        self._line.answer(_ENCODER.encode(told if body is None else told | {"body": body}))
+    def _send(self, type_: str, request_id: int, status: int, body: Any) -> None:
+        message = {"type": type_, "request_id": request_id, "status": status}
+        self._line.answer(_ENCODER.encode(message if body is None else message | {"body": body}))
 
-    # what is asked for
+    # requests
 
     async def _hear(self, frame: bytes) -> None:
         try:
@@ -95,51 +94,51 @@ class AgentSession:
                 raise Refusal(
                     RefusalCode.TOO_LARGE, f"a message has at most {self._limits.max_frame_bytes} bytes"
                 )
-            # Its body is checked when it is read: who is to be told what is wrong with it is known by then.
-            said: websocket.AgentCall = parse(_CALL, frame)
+            # The body is checked later, when the number of the call is known.
+            request: websocket.AgentCall = parse(_CALL, frame)
         except Refusal as refusal:
-            # Nobody can be told which call it was.
-            self._tell(websocket.ERROR, 0, answer_to(refusal).status, answer_to(refusal).body)
+            # The number of the call is unknown.
+            self._send(websocket.ERROR, 0, answer_to(refusal).status, answer_to(refusal).body)
             return
-        if said.type == websocket.WITHDRAW:
-            if (parked := self._parked.get(said.request_id)) is not None:
+        if request.type == websocket.WITHDRAW:
+            if (parked := self._parked.get(request.request_id)) is not None:
                 parked.cancel()
             return
-        task = asyncio.ensure_future(self._answer(said))
-        kind = websocket.AGENT_KINDS.get(said.type)
-        if kind is not None and _ROUTES[kind.route].parks and said.request_id not in self._parked:
-            self._parked[said.request_id] = task
-            task.add_done_callback(lambda _: self._parked.pop(said.request_id, None))
+        task = asyncio.ensure_future(self._answer(request))
+        kind = websocket.AGENT_KINDS.get(request.type)
+        if kind is not None and _ROUTES[kind.route].parks and request.request_id not in self._parked:
+            self._parked[request.request_id] = task
+            task.add_done_callback(lambda _: self._parked.pop(request.request_id, None))
         else:
             self._at_work.add(task)
             task.add_done_callback(self._at_work.discard)
             while len(self._at_work) >= _MAX_AT_WORK:
                 await asyncio.wait(self._at_work, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _answer(self, said: websocket.AgentCall) -> None:
-        if (trace := parse_traceparent(said.traceparent)) is not None:
+    async def _answer(self, request: websocket.AgentCall) -> None:
+        if (trace := parse_traceparent(request.traceparent)) is not None:
             tracing.note(traceparent=trace)
         try:
-            reply = await self._handled(said)
+            reply = await self._handled(request)
         except (Refusal, Fault) as error:
             answered = answer_to(error)
         except Exception as error:
             incident = secrets.token_hex(8)
-            _LOG.exception("incident %s: a message of kind %r failed", incident, said.type)
+            _LOG.exception("incident %s: a message of kind %r failed", incident, request.type)
             answered = answer_to(error, incident=incident)
         else:
-            type_ = websocket.AGENT_KINDS[said.type].answered
+            type_ = websocket.AGENT_KINDS[request.type].answered
             if type_ == "job_assigned" and reply.status == 204:
                 type_ = websocket.NO_JOB
-            self._tell(type_, said.request_id, reply.status, reply.body)
+            self._send(type_, request.request_id, reply.status, reply.body)
             return
-        self._tell(websocket.ERROR, said.request_id, answered.status, answered.body)
+        self._send(websocket.ERROR, request.request_id, answered.status, answered.body)
 
-    async def _handled(self, said: websocket.AgentCall) -> Reply:
-        # With each call, as over HTTP: a key that is revoked opens nothing more, on a line that is open neither.
+    async def _handled(self, request: websocket.AgentCall) -> Reply:
+        # With each call, as over HTTP: a revoked key loses access on open connections too.
         caller = await self._identify()
         self._rate.take(caller.key_id)
-        kind = websocket.AGENT_KINDS.get(said.type)
+        kind = websocket.AGENT_KINDS.get(request.type)
         if kind is None:
             known = ", ".join(websocket.AGENT_KINDS)
             raise Refusal(RefusalCode.INVALID_REQUEST, f"a message has a 'type', one of {known}")
@@ -147,7 +146,7 @@ class AgentSession:
         if caller.role not in route.roles:
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
-                f"a key of role {caller.role.value!r} may not send {said.type!r}",
+                f"a key of role {caller.role.value!r} may not send {request.type!r}",
             )
         if route.parks and len(self._parked) > _MAX_PARKED:
             raise Refusal(
@@ -155,20 +154,20 @@ class AgentSession:
             )
         call: HubRequest[Any] = HubRequest(route, self._scope, _nothing, {})
         call.caller = caller
-        call.is_large = len(said.body) > PIECE_BYTES
+        call.is_large = len(request.body) > PIECE_BYTES
         with BodyReader(self._bodies, BodyLimit.of(route, self._limits), caller.key_id) as reading:
-            call.given = await reading.checked(_BODIES[kind.route], bytes(said.body))
+            call.given = await reading.checked(_BODIES[kind.route], bytes(request.body))
             if not route.parks:
                 return await self._run(call)
-        # A poll that is parked here takes a place as one over HTTP does.
-        with self._places.held("poll", caller.key_id, self._address):
+        # A parked poll counts as one over HTTP does.
+        with self._connection_limits.held("poll", caller.key_id, self._address):
             return await self._run(call)
 
     async def _run(self, call: HubRequest[Any]) -> Reply:
         reply = await self._handlers[call.route.name](call)
-        assert isinstance(reply, Reply), "the workers' door answers with values"
+        assert isinstance(reply, Reply), "worker handlers return values"
         return reply
 
 
 async def _nothing() -> dict[str, Any]:
-    raise AssertionError("what a call over a socket brings came with it")
+    raise AssertionError("a call over a socket has its body in the message")

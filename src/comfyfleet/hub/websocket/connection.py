@@ -1,13 +1,8 @@
-"""A WebSocket connection as such: what arrives on it is read a little at a time, and no faster than it is worked on.
+"""A WebSocket connection: reads a little at a time, and no faster than messages are handled and answers are read.
 
-uvicorn reads all that has arrived at once. A quarter of a megabyte may be forty thousand empty frames, or sixteen
-packed messages of sixteen megabytes each: so what is left waits while others have their turn, while a message is not
-taken yet, and while nobody reads what is answered.
-
-One WebSocket connection as a line: one reader, one writer, and no more unread answers than it may hold.
-
-Whoever reads nothing is not read from either. What a message means, and what else there is to tell, is for the sessions
-in `sessions.py` and `agents.py`.
+uvicorn parses all that has arrived at once, which may be forty thousand empty frames or many compressed messages of
+sixteen megabytes. `WebSocketConnection` subclasses uvicorn's protocol because no public setting bounds this.
+`WebSocketChannel` has one reader and one writer; `sessions.py` and `agents.py` give messages their meaning.
 """
 
 from __future__ import annotations
@@ -25,14 +20,16 @@ from uvicorn.server import ServerState
 from websockets.exceptions import InvalidState
 
 from comfyfleet.hub.http.body import PIECE_BYTES
-from comfyfleet.hub.http.uvicorn_logging import UvicornLogger, tell
+from comfyfleet.hub.http.uvicorn_logging import UvicornLogger, log_client_error
 
 _STEP_BYTES = 4 * 1024
-"""As frames without content, about ten milliseconds."""
+"""Empty frames of this size take about ten milliseconds."""
 _TURN_S = 0.005
 _MAX_UNREAD_BYTES = 1024 * 1024
-"""Each ping is answered by the connection itself, whether anybody reads that or not."""
-_TOO_MUCH = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+"""The protocol answers each ping, even if the client does not read."""
+_HEAD_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
@@ -45,73 +42,73 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = UvicornLogger(self.logger)  # type: ignore[assignment]
-        self._behind = bytearray()
-        """What has arrived and is not read yet."""
-        self._next: asyncio.Handle | None = None
+        self._unparsed = bytearray()
+        """Bytes that have arrived and are not parsed yet."""
+        self._next_turn: asyncio.Handle | None = None
 
     def data_received(self, data: bytes) -> None:
-        self._behind += data
-        if self._next is None:
-            self._take_turn()
+        self._unparsed += data
+        if self._next_turn is None:
+            self._parse_for_a_while()
         elif not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._go_on()
+        self._continue()
 
     async def receive(self) -> Any:
-        self._go_on()
+        self._continue()
         message = await super().receive()
-        if self._behind and not self.transport.is_closing():
-            # What came before goes before what comes next, its end included.
+        if self._unparsed and not self.transport.is_closing():
+            # Bytes that have arrived come before later ones, and before the end of the connection.
             self.transport.pause_reading()
-            self._go_on()
+            self._continue()
         return message
 
     async def send(self, message: Any) -> None:
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
-            # A refusal in words is an answer too; else uvicorn takes it for none, and logs an error for each.
+            # A refused handshake has its answer; otherwise uvicorn would log an error.
             self.handshake_complete = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._behind.clear()
+        self._unparsed.clear()
         super().connection_lost(exc)
 
     def send_receive_event_to_app(self) -> None:
         if sum(map(len, self.frames)) > PIECE_BYTES:
-            # Left as bytes, which is all that is read of it: as a text it would take up to four times as much.
+            # Stays bytes: as text it would take up to four times the memory.
             self.curr_msg_data_type = "bytes"
         super().send_receive_event_to_app()
 
     @property
-    def _has_to_wait(self) -> bool:
+    def _must_wait(self) -> bool:
         is_asked = self.handshake_initiated and not self.handshake_complete
         is_unread = not self.writable.is_set() and self.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES
         return is_asked or self.read_paused or is_unread
 
-    def _go_on(self) -> None:
-        if self._behind and self._next is None:
-            self._next = self.loop.call_soon(self._take_turn)
+    def _continue(self) -> None:
+        if self._unparsed and self._next_turn is None:
+            self._next_turn = self.loop.call_soon(self._parse_for_a_while)
 
-    def _take_turn(self) -> None:
-        self._next = None
+    def _parse_for_a_while(self) -> None:
+        self._next_turn = None
         until = self.loop.time() + _TURN_S
-        while self._behind and not self.transport.is_closing():
-            if self._has_to_wait:
-                # Gone on with by `receive`, or by `resume_writing`.
+        while self._unparsed and not self.transport.is_closing():
+            if self._must_wait:
+                # `receive` or `resume_writing` continues.
                 self.transport.pause_reading()
                 return
             if self.loop.time() > until:
                 self.transport.pause_reading()
-                self._go_on()
+                self._continue()
                 return
-            step = bytes(self._behind[:_STEP_BYTES])
-            del self._behind[:_STEP_BYTES]
+            step = bytes(self._unparsed[:_STEP_BYTES])
+            del self._unparsed[:_STEP_BYTES]
             self._read(step)
         if self.transport.is_closing():
-            self._behind.clear()
+            self._unparsed.clear()
         elif not self.read_paused:
             self.transport.resume_reading()
 
@@ -119,13 +116,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         try:
             super().data_received(step)
         except InvalidState as error:
-            # Behind a frame that ended the connection came another that would end it.
-            tell(error)
+            # A frame arrived after the one that closed the connection.
+            log_client_error(error)
             self.transport.close()
             return
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            # Fewer and shorter headers than over HTTP. Nobody would answer, and nobody would end it.
-            self.transport.write(_TOO_MUCH)
+            # A head beyond the limits of the handshake parser, which would neither answer nor close.
+            self.transport.write(_HEAD_TOO_LARGE)
             self.transport.close()
 
 
@@ -134,40 +131,39 @@ _LOG = logging.getLogger(__name__)
 _MAX_UNREAD = 256
 
 
-async def _nothing_more() -> None:
-    """Answers are all there is to tell."""
+async def _no_events() -> None: ...
 
 
 class WebSocketChannel:
-    """`tell_more` is called after the answers, each time `wake` was; it tells by `put`."""
+    """`send_events` is called after the answers each time `wake` was called; it uses `put`."""
 
-    def __init__(self, send: Send, tell_more: Callable[[], Awaitable[None]] = _nothing_more) -> None:
+    def __init__(self, send: Send, send_events: Callable[[], Awaitable[None]] = _no_events) -> None:
         self._send = send
-        self._tell_more = tell_more
+        self._send_events = send_events
         self._answers: deque[bytes] = deque()
-        self._progress = asyncio.Event()
-        self._room_for_more = asyncio.Event()
+        self._woken = asyncio.Event()
+        self._has_capacity = asyncio.Event()
         self._closing: tuple[int, str] | None = None
 
     def wake(self) -> None:
-        self._progress.set()
+        self._woken.set()
 
     def answer(self, message: bytes) -> None:
-        """Told in its turn."""
+        """Queues an answer."""
         self._answers.append(message)
-        self._progress.set()
+        self._woken.set()
 
     def close(self, code: int = 1012, reason: str = "the hub is stopping") -> None:
-        """After what is to be told already. 1012: the service restarts; come again."""
+        """Closes after the queued answers. 1012: the service restarts."""
         self._closing = self._closing or (code, reason)
-        self._progress.set()
+        self._woken.set()
 
     async def put(self, message: bytes) -> None:
-        """At once."""
+        """Sends at once."""
         await self._send({"type": "websocket.send", "text": message.decode()})
 
     async def run(self, receive: Receive, hear: Callable[[bytes], Awaitable[None]]) -> None:
-        """Until either side ends it. `hear` is given one message after the other."""
+        """Runs until either side ends. `hear` gets one message after the other."""
         both = (
             asyncio.ensure_future(self._read(receive, hear)),
             asyncio.ensure_future(self._write()),
@@ -190,17 +186,17 @@ class WebSocketChannel:
             text = event.get("text")
             await hear(event.get("bytes") or b"" if text is None else text.encode("utf-8", "surrogatepass"))
             while len(self._answers) > _MAX_UNREAD:
-                self._room_for_more.clear()
-                await self._room_for_more.wait()
+                self._has_capacity.clear()
+                await self._has_capacity.wait()
 
     async def _write(self) -> None:
         while True:
-            await self._progress.wait()
-            self._progress.clear()
+            await self._woken.wait()
+            self._woken.clear()
             while self._answers:
                 await self.put(self._answers.popleft())
-            self._room_for_more.set()
-            await self._tell_more()
+            self._has_capacity.set()
+            await self._send_events()
             if self._closing is not None:
                 code, reason = self._closing
                 await self._send({"type": "websocket.close", "code": code, "reason": reason})

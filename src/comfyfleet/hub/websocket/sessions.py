@@ -1,8 +1,7 @@
-"""The WebSocket at `/hub`: who connects, what each message asks for, and what is told unasked.
+"""The WebSocket at `/hub`: authentication, and the messages of callers and monitors.
 
-What callers and monitors may ask is here, what workers do in `workers.py`; agents that speak the subprotocol of
-`agents.py` are handed over to it. A frame that cannot be understood is answered with `error`; whoever reads
-slowly loses progress. How a connection is read and written is `connection.py`'s.
+`workers.py` handles the messages of workers, `agents.py` the subprotocol of agents, `connection.py` reads and writes. A
+message that is not valid gets an `error` answer; a slow reader loses progress events.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 LegacyWebsocket = Literal["on", "warn", "off"]
 PATH = "/hub"
-_MOVED = "callers and monitors use HTTP and Server-Sent Events now: see docs/moving-to-sse.md"
+_MOVED = "callers and monitors use HTTP and Server-Sent Events: see docs/moving-to-sse.md"
 _MAX_SUBSCRIPTIONS = 1_000
 _ENCODER = msgspec.json.Encoder()
 _MESSAGE = msgspec.json.Decoder(dict[str, Any])
@@ -58,12 +57,12 @@ class WebSocketServer:
     def __init__(
         self,
         engine: Engine,
-        rooms: JobChannels,
+        channels: JobChannels,
         fleet: FleetFeed,
         credentials: Authenticator,
         limits: HubLimits,
         audit: AuditLog,
-        places: ConnectionLimits,
+        connection_limits: ConnectionLimits,
         inputs: JobInputFiles,
         workers: WorkerHandlers,
         bodies: LargeBodies,
@@ -76,13 +75,13 @@ class WebSocketServer:
         self.bound = BodyLimit(most, most, limits.max_depth, in_parts=False)
         self.audit = audit
         self.inputs = inputs
-        self.rooms = rooms
+        self.channels = channels
         self.fleet = fleet
         self.limits = limits
         self.legacy = legacy
         self.rate = RequestRate(limits.requests_per_s, limits.burst, time.monotonic)
         self._credentials = credentials
-        self._places = places
+        self._connection_limits = connection_limits
         self._agent_handlers = workers.bound()
         self._sessions: dict[WebSocketSession | AgentSession, None] = {}
         self._warned: dict[str, None] = {}
@@ -97,7 +96,7 @@ class WebSocketServer:
             session.close()
 
     def warn(self, caller: Caller, kind: str) -> None:
-        """Once for each key."""
+        """Logs once for each key."""
         if caller.key_id not in self._warned and len(self._warned) < 10_000:
             self._warned[caller.key_id] = None
             _LOG.warning("key %s still sends %r over the WebSocket: %s", caller.key_id, kind, _MOVED)
@@ -114,13 +113,13 @@ class WebSocketServer:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
             identify = partial(self._credentials.caller, headers, address, token_in(scope))
             caller = await identify()
-            staying = ExitStack()
-            place = staying.enter_context(self._places.held("socket", caller.key_id, address))
+            cleanup = ExitStack()
+            slot = cleanup.enter_context(self._connection_limits.held("socket", caller.key_id, address))
         except (Refusal, Fault) as error:
             await _refuse(scope, error, send)
             return
         session: WebSocketSession | AgentSession
-        with staying:
+        with cleanup:
             if websocket.AGENT_PROTOCOL in scope.get("subprotocols", ()):
                 await send({"type": "websocket.accept", "subprotocol": websocket.AGENT_PROTOCOL})
                 session = AgentSession(
@@ -129,7 +128,7 @@ class WebSocketServer:
                     address,
                     self.limits,
                     self.rate,
-                    self._places,
+                    self._connection_limits,
                     self.bodies,
                     scope,
                     send,
@@ -138,8 +137,8 @@ class WebSocketServer:
                 await send({"type": "websocket.accept"})
                 session = WebSocketSession(self, identify, caller, address, send)
             self._sessions[session] = None
-            # 1008: what it does is not allowed (any more).
-            place.end = partial(session.close, 1008, "the key is not good any more")
+            # 1008 is a policy violation.
+            slot.end = partial(session.close, 1008, "the key is no longer valid")
             try:
                 await session.run(receive)
             finally:
@@ -147,8 +146,6 @@ class WebSocketServer:
 
 
 class WebSocketSession:
-    """One connection."""
-
     def __init__(
         self, hub: WebSocketServer, identify: Identify, caller: Caller, address: str, send: Send
     ) -> None:
@@ -156,7 +153,7 @@ class WebSocketSession:
         self._identify = identify
         self.caller = caller
         self._address = address
-        self._line = WebSocketChannel(send, self._tell_news)
+        self._line = WebSocketChannel(send, self._send_events)
         self.close = self._line.close
         self._subscribed: dict[JobId, tuple[JobChannel, int]] = {}
         self._monitor: tuple[EventFilter, int] | None = None
@@ -182,18 +179,18 @@ class WebSocketSession:
     def tell(self, message: dict[str, Any]) -> None:
         self._line.answer(_ENCODER.encode(message))
 
-    # news
+    # events
 
-    async def _tell_news(self) -> None:
-        for job_id, (room, place) in list(self._subscribed.items()):
-            if room.head > place:
-                self._subscribed[job_id] = (room, room.head)
-                for entry in room.after(place):
+    async def _send_events(self) -> None:
+        for job_id, (channel, position) in list(self._subscribed.items()):
+            if channel.head > position:
+                self._subscribed[job_id] = (channel, channel.head)
+                for entry in channel.after(position):
                     await self._put(entry)
             if (
-                room.is_over
-                and not room.is_closed
-                and self._subscribed.get(job_id, (room, -1))[1] == room.head
+                channel.is_over
+                and not channel.is_closed
+                and self._subscribed.get(job_id, (channel, -1))[1] == channel.head
             ):
                 self._unsubscribe(job_id)
         await self._write_monitor()
@@ -202,11 +199,11 @@ class WebSocketSession:
         fleet = self._hub.fleet
         if self._monitor is None or fleet.head == self._monitor[1]:
             return
-        wanted, place = self._monitor
+        wanted, position = self._monitor
         self._monitor = (wanted, fleet.head)
-        if fleet.lost > place:
+        if fleet.lost > position:
             await self._line.put(b'{"type":"resync","reason":"too slow: events were left out"}')
-        for entry in fleet.after(place):
+        for entry in fleet.after(position):
             if wanted(entry):
                 await self._put(entry)
 
@@ -214,7 +211,7 @@ class WebSocketSession:
         if message := _encoded(entry):
             await self._line.put(message)
 
-    # what is asked for
+    # requests
 
     async def _hear(self, frame: bytes) -> None:
         message: dict[str, Any] = {}
@@ -225,33 +222,33 @@ class WebSocketSession:
                 await self._identify()
                 await self._do(message, is_large=len(frame) > PIECE_BYTES)
         except (Refusal, Fault) as error:
-            self._tell_error(error, message)
+            self._send_error(error, message)
         except Exception as error:
             incident = secrets.token_hex(8)
             _LOG.exception("incident %s: a message of kind %r failed", incident, message.get("type"))
-            self._tell_error(error, message, incident)
+            self._send_error(error, message, incident)
 
-    def _tell_error(self, error: Exception, message: dict[str, Any], incident: str = "") -> None:
+    def _send_error(self, error: Exception, message: dict[str, Any], incident: str = "") -> None:
         problem = answer_to(error, incident=incident).body
-        said = {
+        answer = {
             "type": "error",
             "code": problem["code"],
             "message": problem.get("detail", ""),
             "problem": problem,
         }
         if isinstance(kind := message.get("type"), str):
-            said["request"] = kind
-        self._answer(said, message, job_id=message.get("job_id"))
+            answer["request"] = kind
+        self._answer(answer, message, job_id=message.get("job_id"))
 
-    def _answer(self, said: dict[str, Any], message: dict[str, Any], **more: Any) -> None:
-        """With whatever its sender knows the message by."""
+    def _answer(self, answer: dict[str, Any], message: dict[str, Any], **more: Any) -> None:
+        """Repeats the ids by which the sender knows its message."""
         for name, value in (
             *more.items(),
             *((name, message.get(name)) for name in ("request_id", "message_id")),
         ):
             if isinstance(value, str | int):
-                said.setdefault(name, value)
-        self.tell(said)
+                answer.setdefault(name, value)
+        self.tell(answer)
 
     async def _do(self, message: dict[str, Any], *, is_large: bool) -> None:
         name = message.get("type")
@@ -266,7 +263,7 @@ class WebSocketSession:
             )
         if kind.is_old:
             if self._hub.legacy == "off":
-                raise Refusal(RefusalCode.NOT_ALLOWED, f"{name!r} is not served here any more: {_MOVED}")
+                raise Refusal(RefusalCode.NOT_ALLOWED, f"this hub no longer serves {name!r}: {_MOVED}")
             if self._hub.legacy == "warn":
                 self._hub.warn(self.caller, name)
         body = websocket.read(name, message)
@@ -288,14 +285,14 @@ class WebSocketSession:
                 trace = message.get("traceparent")
                 trace = parse_traceparent(trace) if isinstance(trace, str) else None
                 asked = bodies.submission(body, owner_of(body, self.caller), traceparent=trace)
-                submitted = await self._noted(
+                submitted = await self._audited(
                     name,
                     lambda: self._hub.inputs.submit(asked, is_large=is_large),
                     lambda made: made.job_id,
                 )
                 status = status_name(submitted.phase, StatusDialect.SOCKET)
                 self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)
-                # Old callers submit and wait for news; they were never asked to subscribe.
+                # Old callers expect events of their job without a subscription.
                 await self._subscribe(submitted.job_id)
                 return None
             case "subscribe_monitor":
@@ -325,7 +322,7 @@ class WebSocketSession:
             "pause_job": engine.pause,
             "resume_job": engine.resume,
         }
-        await self._noted(name, lambda: change[name](job_id), lambda _: job_id)
+        await self._audited(name, lambda: change[name](job_id), lambda _: job_id)
         view = await engine.get(job_id)
         now = answers.details(view)
         return {
@@ -338,10 +335,9 @@ class WebSocketSession:
             "retry_requested": now.retry_requested,
         }
 
-    async def _noted(
+    async def _audited(
         self, action: str, change: Callable[[], Awaitable[Made]], target: Callable[[Made], str]
     ) -> Made:
-        """In the audit log, as over HTTP."""
         return await self._hub.audit.job_change(self._entry(action), change, target)
 
     def _entry(self, action: str, target: str = "") -> AuditEntry:
@@ -361,18 +357,18 @@ class WebSocketSession:
                 RefusalCode.TOO_LARGE, f"a connection watches at most {_MAX_SUBSCRIPTIONS} jobs at a time"
             )
         await self._check_mine(job_id)
-        room = await self._hub.rooms.enter(job_id, self._line.wake)
-        now = room.facts[-1].value if room.is_over and room.facts else room.progress
-        if (said := websocket.message_of(now)) is not None:
-            self.tell(said)
-        if room.is_over:
-            self._hub.rooms.leave(room, self._line.wake)
+        channel = await self._hub.channels.enter(job_id, self._line.wake)
+        now = channel.facts[-1].value if channel.is_over and channel.facts else channel.progress
+        if (answer := websocket.message_of(now)) is not None:
+            self.tell(answer)
+        if channel.is_over:
+            self._hub.channels.leave(channel, self._line.wake)
         else:
-            self._subscribed[job_id] = (room, room.head)
+            self._subscribed[job_id] = (channel, channel.head)
 
     def _unsubscribe(self, job_id: JobId) -> None:
         if (known := self._subscribed.pop(job_id, None)) is not None:
-            self._hub.rooms.leave(known[0], self._line.wake)
+            self._hub.channels.leave(known[0], self._line.wake)
 
     async def _begin_monitor(self, body: websocket.Monitor) -> None:
         query = EventsQuery(body.job_id, body.worker_id, body.tenant, body.kind, body.metadata)
@@ -383,7 +379,7 @@ class WebSocketSession:
         self._monitor = (EventFilter(query, self.caller.scope), fleet.head)
         snapshot: dict[str, Any] = {"type": "monitor_subscribed"}
         if self.caller.scope is None:
-            # Whoever hears of changes alone would never know what did not change.
+            # Events tell only of changes, so a monitor needs the initial state.
             snapshot["stats"] = await self._hub.engine.stats()
             snapshot["workers"] = [
                 {"worker_id": worker.worker_id, "is_offline": worker.is_offline, "slots": worker.slots}
@@ -393,10 +389,10 @@ class WebSocketSession:
 
 
 def _encoded(entry: FeedEntry) -> bytes:
-    """Once for every connection that hears it."""
+    """The WebSocket frame of an event, encoded once for all connections."""
     if entry.message is None:
-        said = websocket.message_of(entry.value)
-        entry.message = b"" if said is None else _ENCODER.encode(said)
+        answer = websocket.message_of(entry.value)
+        entry.message = b"" if answer is None else _ENCODER.encode(answer)
     return entry.message
 
 

@@ -1,9 +1,7 @@
-"""Workers over the WebSocket: the workers' door with the old messages, for a connection and the leases given on it.
+"""The old WebSocket messages of workers, and the commands of operators to workers and the queue.
 
-An old worker knows no leases: a connection remembers what it gave out and proves it on the worker's behalf. A worker
-that connects anew shows the `lease` it was sent with the job; without it, what it did before is not its own any more.
-
-What operators command over the WebSocket, monitors among them: workers, one or all, and the queue.
+An old worker does not know leases: the connection remembers the leases that it gave out and proves them for the worker.
+After a reconnect, the worker must send the `lease` that came with its job.
 """
 
 from __future__ import annotations
@@ -70,14 +68,14 @@ class WebSocketWorkers:
         self._inputs = inputs
         self._caller = caller
         self._max_wait_s = max_wait_s
-        self._tell = tell
+        self._send = tell
         self._leases: dict[JobId, LeaseRef] = {}
-        self._told: set[tuple[JobId, int]] = set()
+        self._cancelled_leases: set[tuple[JobId, int]] = set()
         self._parked: set[asyncio.Task[None]] = set()
         self._listening: dict[WorkerId, asyncio.Task[None]] = {}
 
     async def close(self) -> None:
-        """Leases run on: the worker may come back with them, else they end by themselves."""
+        """Leases continue: the worker may return with them, or they expire."""
         tasks = [*self._parked, *self._listening.values()]
         for task in tasks:
             task.cancel()
@@ -109,19 +107,19 @@ class WebSocketWorkers:
         settled = await self._engine.release(Release(await self._ref(body), body.reason))
         return self._settled("job_released", body, settled)
 
-    # coming
+    # registration
 
     async def _register(self, body: websocket.RegisterWorkerMessage) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
         self._keyed.heard(self._caller, worker_id)
-        said = RegisterBody(
+        fields = RegisterBody(
             worker_id,
             body.capabilities,
             slots=body.slots,
             max_concurrency=body.max_concurrency,
             instance=body.instance,
         )
-        record = await self._engine.register(self._inputs.admitted(registration(said)))
+        record = await self._engine.register(self._inputs.admitted(registration(fields)))
         self._listen(worker_id)
         rules = self._engine.rules
         return {
@@ -134,11 +132,11 @@ class WebSocketWorkers:
         }
 
     def _listen(self, worker_id: WorkerId) -> None:
-        """What the worker is to be told is told at once, for as long as it is connected."""
+        """Sends commands to the worker while it is connected."""
         if worker_id not in self._listening and len(self._listening) < _MAX_PARKED:
-            self._listening[worker_id] = asyncio.ensure_future(self._pass_on(worker_id))
+            self._listening[worker_id] = asyncio.ensure_future(self._forward_commands(worker_id))
 
-    async def _pass_on(self, worker_id: WorkerId) -> None:
+    async def _forward_commands(self, worker_id: WorkerId) -> None:
         while True:
             try:
                 self._command(await self._engine.commands(worker_id, _COMMANDS_S))
@@ -148,15 +146,15 @@ class WebSocketWorkers:
     def _command(self, commands: Iterable[Command]) -> None:
         for command in commands:
             if command.action != "cancel" or command.job_id is None:
-                said = {"action": command.action, "job_id": command.job_id, "reason": command.reason}
-                self._tell({"type": "worker_command", "timestamp": self._engine.now(), **said})
-            elif (command.job_id, command.lease_number) not in self._told:
-                self._told.add((command.job_id, command.lease_number))
-                self._cancelled(command.job_id, command.reason or "it was asked to be cancelled")
+                fields = {"action": command.action, "job_id": command.job_id, "reason": command.reason}
+                self._send({"type": "worker_command", "timestamp": self._engine.now(), **fields})
+            elif (command.job_id, command.lease_number) not in self._cancelled_leases:
+                self._cancelled_leases.add((command.job_id, command.lease_number))
+                self._cancelled(command.job_id, command.reason or "a cancellation was requested")
 
     def _cancelled(self, job_id: JobId, reason: str) -> None:
         now = self._engine.now()
-        self._tell({"type": "job_cancelled", "job_id": job_id, "reason": reason, "timestamp": now})
+        self._send({"type": "job_cancelled", "job_id": job_id, "reason": reason, "timestamp": now})
 
     # work
 
@@ -172,7 +170,7 @@ class WebSocketWorkers:
             current_load=body.current_load,
         )
         if known is not None and body.current_load is not None and body.current_load >= known.slots:
-            self._none_for(poll)
+            self._send_no_job(poll)
         elif not poll.wait_s:
             await self._lease(poll)
         elif len(self._parked) >= _MAX_PARKED:
@@ -186,7 +184,7 @@ class WebSocketWorkers:
         return None
 
     async def _known(self, worker_id: WorkerId, capabilities: dict[str, Any] | None) -> WorkerRecord | None:
-        """As it says that it is now: what it asks for under other capabilities is another's."""
+        """The worker with its current capabilities; a change registers it again."""
         known = self._engine.known_worker(worker_id)
         if capabilities is None:
             return known
@@ -199,25 +197,25 @@ class WebSocketWorkers:
         changed = msgspec.structs.replace(wanted, slots=slots, instance=known.instance)
         return await self._engine.register(changed)
 
-    def _none_for(self, poll: Poll) -> None:
-        self._tell({"type": "no_job", "worker_id": poll.worker_id, "poll_id": poll.poll_id})
+    def _send_no_job(self, poll: Poll) -> None:
+        self._send({"type": "no_job", "worker_id": poll.worker_id, "poll_id": poll.poll_id})
 
     async def _park(self, poll: Poll) -> None:
         try:
             await self._lease(poll)
         except (Refusal, Fault) as error:
             problem = answer_to(error).body
-            said = {"code": problem["code"], "message": problem.get("detail", "")}
-            self._tell({"type": "error", "request": "request_job", "worker_id": poll.worker_id, **said})
+            fields = {"code": problem["code"], "message": problem.get("detail", "")}
+            self._send({"type": "error", "request": "request_job", "worker_id": poll.worker_id, **fields})
 
     async def _lease(self, poll: Poll) -> None:
         job = await self._engine.poll(poll)
         if job is None:
-            self._none_for(poll)
+            self._send_no_job(poll)
             return
         self._leases[job.job_id] = job.ref
-        self._tell({**websocket.assigned(await self._inputs.linked(job)), "poll_id": poll.poll_id})
-        # Old workers beat at their own pace, which is slower than a first heartbeat must come.
+        self._send({**websocket.assigned(await self._inputs.linked(job)), "poll_id": poll.poll_id})
+        # Old workers send their first heartbeat too late.
         await self._engine.heartbeat(poll.worker_id, [job.ref])
 
     async def _progress(self, body: websocket.UpdateProgress) -> None:
@@ -226,7 +224,7 @@ class WebSocketWorkers:
         progress = await offload(lambda: safe_progress(data), is_large=has_many(data.values()))
         beat = await self._engine.progress([ProgressReport(ref, ProgressKind.PROGRESS, progress)])
         self._command(beat.commands)
-        self._lose(beat.lost)
+        self._end_leases(beat.lost)
 
     async def _beat(self, body: websocket.HeartbeatMessage) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
@@ -239,7 +237,7 @@ class WebSocketWorkers:
         beat = await self._engine.heartbeat(worker_id, list({**self._leases, **shown}.values()))
         self._leases |= {ref.job_id: ref for ref in beat.alive}
         self._command(beat.commands)
-        self._lose(beat.lost)
+        self._end_leases(beat.lost)
         return {
             "type": "heartbeat_ack",
             "worker_id": worker_id,
@@ -247,12 +245,12 @@ class WebSocketWorkers:
             "jobs": [ref.job_id for ref in beat.alive],
         }
 
-    def _lose(self, lost: Iterable[LeaseRef]) -> None:
+    def _end_leases(self, lost: Iterable[LeaseRef]) -> None:
         for ref in lost:
             if self._leases.get(ref.job_id) == ref:
                 del self._leases[ref.job_id]
-            self._told.discard((ref.job_id, ref.number))
-            self._cancelled(ref.job_id, "its lease is over: it expired, or another worker has it now")
+            self._cancelled_leases.discard((ref.job_id, ref.number))
+            self._cancelled(ref.job_id, "its lease has ended: it expired, or another worker has it now")
 
     async def _ref(self, body: websocket.LeaseMessage) -> LeaseRef:
         if body.worker_id is not None:
@@ -265,14 +263,14 @@ class WebSocketWorkers:
         if ref is None:
             raise Refusal(
                 RefusalCode.LEASE_LOST,
-                f"job {body.job_id!r} was not given out on this connection: send the lease that came with it",
+                f"job {body.job_id!r} was not leased on this connection: send the lease that came with the job",
             )
         return ref
 
     def _settled(self, name: str, body: websocket.LeaseMessage, settled: ReportReply) -> Message:
         ref = self._leases.pop(JobId(body.job_id), None)
         if ref is not None:
-            self._told.discard((ref.job_id, ref.number))
+            self._cancelled_leases.discard((ref.job_id, ref.number))
         status = status_name(settled.phase, StatusDialect.SOCKET)
         return {"type": name, "job_id": body.job_id, "status": status, "will_retry": settled.will_retry}
 
