@@ -121,7 +121,7 @@ async def test_a_full_disk_is_told_as_one_and_leaves_nothing(
     async with a_hub(kind, tmp_path) as rig:
         refused = await send(rig, form(b"x" * 100_000))
         assert (refused.status, refused.code) == (503, "unavailable")
-        assert "No space left on device" in refused.body["detail"] and "Free space" in refused.body["detail"]
+        assert "No space left on device" in refused.body["detail"] and "Make room" in refused.body["detail"]
         assert left_in(tmp_path) == []
         assert (await rig.get("/api/files")).body["files"] == []
 

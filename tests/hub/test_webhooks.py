@@ -119,7 +119,7 @@ async def test_a_job_without_a_webhook_is_not_looked_at_because_of_others(
     monkeypatch.setattr(rig.hub._webhook_dispatcher._ledger, "noted", note_of)
     heard_of = await rig.submit(webhook=receiver.url, priority=-100)
     await run_one(rig)
-    assert not rig.hub._webhook_dispatcher._unheard, "its end is the end of it"
+    assert not rig.hub._webhook_dispatcher._unwanted, "its end is the end of it"
     await complete(rig, await lease(rig))
     await receiver.until(1)
     assert set(looked_at) == {heard_of}

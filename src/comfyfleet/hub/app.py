@@ -26,7 +26,7 @@ from comfyfleet.hub.http.pipeline import Handler, RequestPipeline
 from comfyfleet.hub.http.proxies import TrustedProxies
 from comfyfleet.hub.jobs import DeleteHandlers, JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
-from comfyfleet.hub.maintenance import HubMaintenance
+from comfyfleet.hub.maintenance import BackgroundJob, HubMaintenance
 from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.pages import PageHandlers
 from comfyfleet.hub.streams.fleet_feed import FleetFeed
@@ -109,7 +109,7 @@ class Hub:
         )
         credentials = Authenticator(self.keys, clock, self.limits, is_open=is_open)
         keyed = WorkersByKey(engine, self.keys)
-        self._key_watch = RevocationWatch(self.keys, connection_limits, keyed, self.limits.beat_s)
+        key_watch = RevocationWatch(self.keys, connection_limits, keyed, self.limits.beat_s)
         tenant_services = tenant_services or TenantServices(engine.store, clock, {})
         tenants, pools = tenant_services.tenants, tenant_services.pools
         cleanups = {
@@ -161,6 +161,14 @@ class Hub:
             **MetricsHandlers(engine, metrics).bound(),
             **health.bound(),
         }
+        self._background_jobs: tuple[BackgroundJob | WebhookDispatcher | WorkerLog, ...] = (
+            self._webhook_dispatcher,
+            key_watch,
+            self._tenant_maintenance,
+            self.unrunnable,
+            self.maintenance,
+            self._worker_log,
+        )
         self._bodies = LargeBodies(self.limits)
         self._pipeline = RequestPipeline(
             ROUTES,
@@ -209,21 +217,13 @@ class Hub:
 
     def start(self) -> None:
         """Starts the background jobs. Can be called twice."""
-        self._webhook_dispatcher.start()
-        self._key_watch.start()
-        self._tenant_maintenance.start()
-        self.unrunnable.start()
-        self.maintenance.start()
-        self._worker_log.start()
+        for job in self._background_jobs:
+            job.start()
 
     async def finish(self) -> None:
         """Ends the background jobs; call `stop` first. Can be called twice."""
-        await self._webhook_dispatcher.close()
-        await self._key_watch.close()
-        await self._tenant_maintenance.close()
-        await self.unrunnable.close()
-        await self.maintenance.close()
-        await self._worker_log.close()
+        for job in self._background_jobs:
+            await job.close()
         await self.audit.close()
         self._bodies.close()
 

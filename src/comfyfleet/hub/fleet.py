@@ -48,7 +48,7 @@ async def blocks_of(engine: Engine, caller: Caller, worker_id: WorkerId) -> list
 
 
 async def _block_ends(engine: Engine, caller: Caller) -> dict[WorkerId, list[float]]:
-    now = await engine.store.now()
+    now = engine.now()
     ends: dict[WorkerId, list[float]] = {}
     for block in await engine.blocks():
         is_seen = caller.scope is None or block.tenant is None or caller.sees(block.tenant)
@@ -183,8 +183,6 @@ class FleetHandlers:
             "lift_block": self.lift_block,
         }
 
-    # the queue
-
     async def stats(self, call: HubRequest[None]) -> Reply:
         return Reply(200, await self._stats.of(call.caller.scope))
 
@@ -195,8 +193,6 @@ class FleetHandlers:
     async def resume_queue(self, call: HubRequest[None]) -> Reply:
         await self._engine.pause_queue(False)
         return Reply(200, answers.QueueBody(False))
-
-    # the dead letter
 
     async def list_dead(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         limit, after = call.given.limit, call.given.cursor
@@ -212,8 +208,6 @@ class FleetHandlers:
         before = bodies.seconds_of(call.given.before)
         return Reply(200, answers.PurgeAnswer(await self._engine.purge_dead_letter(before, call.given.limit)))
 
-    # workers
-
     async def list_workers(self, call: HubRequest[bodies.WorkersQuery]) -> Reply:
         found = await workers_seen(self._engine, call.caller)
         wanted = call.given.status
@@ -226,7 +220,7 @@ class FleetHandlers:
 
     async def get_worker(self, call: HubRequest[None]) -> Reply:
         worker = await self._known(call)
-        leases = await self._engine.store.leases_of(worker.worker_id)
+        leases = (await self._engine.leases([worker]))[worker.worker_id]
         if not may_see(worker, leases, call.caller):
             raise _no_worker(worker.worker_id)
         ends = await blocks_of(self._engine, call.caller, worker.worker_id)
@@ -242,7 +236,7 @@ class FleetHandlers:
 
     async def resume(self, call: HubRequest[None]) -> Reply:
         worker = await self._engine.resume_worker(WorkerId(call.parameters["worker_id"]))
-        leases = await self._engine.store.leases_of(worker.worker_id)
+        leases = (await self._engine.leases([worker]))[worker.worker_id]
         return Reply(200, details(worker, leases, call.caller))
 
     async def refresh(self, call: HubRequest[None]) -> Reply:
@@ -275,10 +269,8 @@ class FleetHandlers:
         await self._engine.remove_worker(worker.worker_id, is_kept_out=not worker.is_offline)
         return Reply(204)
 
-    # blocks
-
     async def list_blocks(self, call: HubRequest[bodies.WholeQuery]) -> Reply:
-        now = await self._engine.store.now()
+        now = self._engine.now()
         found = [
             block
             for block in await self._engine.blocks()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
@@ -20,13 +19,13 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.body import PIECE_BYTES, check_json
 from comfyfleet.hub.http.credentials import check_sees, owner_of
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply, problem_of
 from comfyfleet.hub.local_worker_api import made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.editor_conversion import is_editor_workflow
-from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash, traceparent_of
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.workflow import check_workflow, decoded_graph
@@ -35,7 +34,6 @@ from comfyfleet.tenancy.tenants import TenantDirectory
 from comfyfleet.tracing import about
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.answers import payload_body
-from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.route import LARGE_BYTES
 from comfyfleet.wire.status_names import parse_status, status_name
 
@@ -79,8 +77,6 @@ class JobHandlers:
             "resume_job": self.resume,
             "change_job": self.change,
         }
-
-    # submit
 
     async def submit(self, call: HubRequest[bodies.RawSubmitBody]) -> Reply:
         key = _idempotency_key(call.headers)
@@ -137,12 +133,8 @@ class JobHandlers:
             asked = partial(_submission, body, caller, own_key, traceparent, is_large)
             answer = await self._submit(asked, traceparent, is_large=is_large)
         except Exception as error:
-            incident = ""
-            if not isinstance(error, Refusal | Fault):
-                # Only this job failed; the other jobs get their own answers.
-                incident = secrets.token_hex(8)
-                _LOG.exception("incident %s: a job of a batch failed", incident)
-            answered = answer_to(error, incident=incident)
+            # Only this job failed; the other jobs get their own answers.
+            answered = problem_of(error, _LOG, "a job of a batch")
             return answers.BatchItem(answered.status, problem=answered.body)
         return answers.BatchItem(200 if answer.is_repeat else 201, answer)
 
@@ -153,8 +145,6 @@ class JobHandlers:
         # The answer for a graph is the graph itself, after the same checks as a submission.
         checked = await asyncio.to_thread(check_workflow, workflow) if is_large else check_workflow(workflow)
         return Reply(200, bodies.ConvertBody(checked.to_graph()))
-
-    # read
 
     async def list_jobs(self, call: HubRequest[bodies.ListQuery]) -> Reply:
         query = call.given
@@ -213,8 +203,6 @@ class JobHandlers:
         explanation = await self._engine.explain(await self._mine(call), call.caller.scope)
         return Reply(200, msgspec.structs.replace(explanation, id=explanation.job_id))
 
-    # change
-
     async def cancel(self, call: HubRequest[bodies.CancelRequest]) -> Reply:
         job_id = await self._mine(call)
         answer = await self._engine.cancel(job_id, call.given.reason)
@@ -240,7 +228,7 @@ class JobHandlers:
         self, call: HubRequest[None] | HubRequest[bodies.ChangeBody] | HubRequest[bodies.CancelRequest]
     ) -> JobId:
         job_id = JobId(call.parameters["job_id"])
-        await check_sees(call.caller, self._engine.store, job_id)
+        await check_sees(call.caller, self._engine, job_id)
         return job_id
 
     async def _view(self, call: HubRequest[None]) -> JobView:
@@ -329,7 +317,7 @@ class DeleteHandlers:
 
     async def delete(self, call: HubRequest[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
-        await check_sees(call.caller, self._engine.store, job_id)
+        await check_sees(call.caller, self._engine, job_id)
         # The tenant's database first: a record left there would keep its reference, and nobody could delete it.
         await self._engine.forget(job_id, self._forget_record)
         return Reply(204)

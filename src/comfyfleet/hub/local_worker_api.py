@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.files.job_files import JobInputFiles, JobOutputFiles
+from comfyfleet.hub.files.job_files import JobInputFiles, JobOutputFiles, complete_file
 from comfyfleet.model.calls import (
     Command,
     Completion,
@@ -80,8 +80,6 @@ class LocalWorkerApi:
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         await self._engine.unregister(worker_id, reason)
 
-    # files
-
     def spooling(self) -> Path | None:
         return None
 
@@ -103,17 +101,7 @@ class LocalWorkerApi:
             outputs = JobOutputFiles(self._engine, self._assets)
             (record,) = await outputs.announce(await outputs.leased(ref), ref, (body,))
             await self._assets.receive(record, _pieces(path))
-            return await self._completed(record.file_id)
-
-    async def _completed(self, file_id: str) -> str:
-        while True:
-            try:
-                return (await self._assets.complete(file_id)).file_id
-            except Refusal as refusal:
-                # The store is still checking a large file; sending it again would not help.
-                if refusal.code is not RefusalCode.UNAVAILABLE:
-                    raise
-                await asyncio.sleep(float(refusal.details.get("retry_after_s", 1.0)))
+            return (await complete_file(self._assets, record.file_id)).file_id
 
 
 def _measure(path: Path) -> tuple[int, str]:

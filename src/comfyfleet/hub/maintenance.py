@@ -1,4 +1,4 @@
-"""Deletes old records of every kind once a minute.
+"""Deletes old records of every kind once a minute, and the base class of the hub's background jobs.
 
 Each cleanup takes a bounded step, and several hubs may run it at once. The engine maintains the queue itself.
 """
@@ -17,24 +17,35 @@ _LOG = logging.getLogger(__name__)
 EVERY_S = 60.0
 
 
-class HubMaintenance:
-    def __init__(
-        self, cleanups: Mapping[str, Callable[[], Awaitable[None]]], every_s: float = EVERY_S
-    ) -> None:
-        """`cleanups` by the name of what they delete."""
-        self._cleanups = dict(cleanups)
-        self._every_s = every_s
+class BackgroundJob:
+    """Runs `_run` in a task from `start` to `close`. Both can be called twice."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         if self._running is None:
-            self._running = in_background(self._run(), name="maintenance")
+            self._running = in_background(self._run(), name=self._name)
 
     async def close(self) -> None:
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+
+class HubMaintenance(BackgroundJob):
+    def __init__(
+        self, cleanups: Mapping[str, Callable[[], Awaitable[None]]], every_s: float = EVERY_S
+    ) -> None:
+        """`cleanups` by the name of what they delete."""
+        super().__init__("maintenance")
+        self._cleanups = dict(cleanups)
+        self._every_s = every_s
 
     async def tidy(self) -> None:
         """Runs every cleanup once. A failure of one does not stop the others."""

@@ -28,8 +28,7 @@ class PageHandlers:
         engine = self._engine
         stats = await self._stats.of(call.caller.scope)
         workers = await workers_seen(engine, call.caller) if call.caller.role in LOOKERS else None
-        now = await engine.store.now()
         page = await engine.listing(JobFilter(call.caller.scope), _RECENT, newest_first=True)
         jobs = list(map(answers.job, page.jobs))
-        text = html.status_page(stats, workers, jobs, now, self._version)
+        text = html.status_page(stats, workers, jobs, engine.now(), self._version)
         return HTMLResponse(text, headers=html.HEADERS)

@@ -42,7 +42,7 @@ from comfyfleet.wire import worker as wire
 
 _LOG = logging.getLogger(__name__)
 
-_LOOKS = 8
+_CONCURRENT_CHECKS = 8
 _MAX_HASHES = 10_000
 
 
@@ -76,8 +76,6 @@ class WorkerHandlers:
             "worker_unregister": self.unregister,
         }
 
-    # coming and going
-
     async def register(self, call: HubRequest[wire.RegisterBody]) -> Reply:
         self.keyed.heard(call.caller, as_worker(call.caller, call.given.worker_id))
         record = await self._engine.register(self._inputs.admitted(wire.registration(call.given)))
@@ -109,8 +107,6 @@ class WorkerHandlers:
             )
         await self._engine.describe(worker_id, NodeCatalog(call.given.definitions, call.given.signatures))
         return Reply(204)
-
-    # work
 
     async def poll(self, call: HubRequest[wire.PollBody]) -> Reply:
         body = call.given
@@ -189,8 +185,6 @@ class WorkerHandlers:
         commands = await self._engine.commands(worker_id, self._wait_s(call.given))
         return Reply(200, wire.CommandsAnswer(wire.command_bodies(commands, self._engine.now())))
 
-    # end of a job
-
     async def complete(self, call: HubRequest[wire.CompleteBody]) -> Reply:
         body = call.given
         ref = wire.lease_ref(body.lease)
@@ -222,9 +216,11 @@ class WorkerHandlers:
     async def check_files(self, result: JobResult, attempt_id: str) -> None:
         """Every file that a completion names must be uploaded completely, and by the same attempt."""
         named = [file.file_id for file in result.files if file.file_id is not None]
-        for start in range(0, len(named), _LOOKS):
-            looks = (self._check_file(file_id, attempt_id) for file_id in named[start : start + _LOOKS])
-            for error in await asyncio.gather(*looks, return_exceptions=True):
+        for start in range(0, len(named), _CONCURRENT_CHECKS):
+            checks = (
+                self._check_file(file_id, attempt_id) for file_id in named[start : start + _CONCURRENT_CHECKS]
+            )
+            for error in await asyncio.gather(*checks, return_exceptions=True):
                 if error is not None:
                     raise error
 
@@ -272,7 +268,7 @@ class WorkerHandlers:
 
     async def _worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         known = self._engine.known_worker(worker_id)
-        if known is None and self._engine.store.is_shared:
+        if known is None:
             # The worker may have registered at another hub a moment ago.
             await self._engine.workers()
             known = self._engine.known_worker(worker_id)

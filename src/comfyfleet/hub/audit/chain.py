@@ -73,8 +73,6 @@ class HashChain:
         self._waiting: list[tuple[AuditEntry, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    # writing
-
     async def append(self, entry: AuditEntry) -> None:
         """Returns when the entry is stored. Entries that arrive during a write go into the next group together."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -139,17 +137,15 @@ class HashChain:
             after = page[-1].name
         return head
 
-    # reading
-
     async def page(self, after: str, limit: int) -> tuple[list[ChainedEntry], str | None]:
         """A page of entries and the cursor of the next page. Chains from another store sort by their start."""
         found: list[ChainedEntry] = []
-        name, _, place = after.partition(".")
-        if place:
-            if not place.isascii() or not place.isdigit():
+        name, _, index = after.partition(".")
+        if index:
+            if not index.isascii() or not index.isdigit():
                 raise Refusal(RefusalCode.INVALID_REQUEST, "the cursor is not valid: start without one")
             document = await self._documents.get(self.collection, name)
-            found += [] if document is None else linked(document)[int(place) + 1 :]
+            found += [] if document is None else linked(document)[int(index) + 1 :]
         while len(found) <= limit:
             documents = await self._documents.listing(self.collection, name, limit + 1)
             for document in documents:
@@ -181,8 +177,6 @@ class HashChain:
         """Never pass the last group: the next one needs its hash."""
         for document in documents:
             await self._documents.remove(self.collection, document.name)
-
-    # finding
 
     async def _begin(self) -> None:
         if self._name:
@@ -238,9 +232,9 @@ def linked(document: Document) -> list[ChainedEntry]:
     """The entries of a group. The last one gets the hash that is stored with the group."""
     group = _groups.decode(document.body)
     hash_, number, found = group.previous, _number(document.name), []
-    for place, entry in enumerate(group.entries):
+    for index, entry in enumerate(group.entries):
         previous, hash_ = hash_, hash_of(hash_, _plain(entry))
-        found.append(ChainedEntry(f"{document.name}.{place}", number + place, previous, hash_, entry))
+        found.append(ChainedEntry(f"{document.name}.{index}", number + index, previous, hash_, entry))
     if found and found[-1].hash != group.hash:
         found[-1] = msgspec.structs.replace(found[-1], hash=group.hash)
     return found

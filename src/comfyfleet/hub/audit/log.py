@@ -158,8 +158,6 @@ class AuditLog:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    # writing
-
     def _dated(self, entry: AuditEntry) -> AuditEntry:
         return msgspec.structs.replace(entry, at=self._clock.now(), target=entry.target[:_TARGET])
 
@@ -169,8 +167,6 @@ class AuditLog:
 
     async def _ended(self, name: str) -> None:
         await self._documents.remove(BEGUN, name)
-
-    # cleanup
 
     def _tidy_if_due(self) -> None:
         now = self._clock.monotonic()
@@ -277,7 +273,7 @@ class WorkerLog:
         self._is_look_pending = False
         self._timer: Timer | None = None
         self._is_started = False
-        self._leave_bus = engine.bus.listen(self._hear)
+        self._leave_bus = engine.bus.listen(self._on_event)
 
     def start(self) -> None:
         self._is_started = True
@@ -295,7 +291,7 @@ class WorkerLog:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, FleetEvent) and event.kind in ("online", "offline"):
             self._wake()
 

@@ -14,10 +14,11 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.files.local import LocalFileStore, elsewhere
 from comfyfleet.files.thumbnails import Thumbnails
 from comfyfleet.hub.files import uploads
-from comfyfleet.hub.files.job_files import JobOutputFiles
+from comfyfleet.hub.files.job_files import JobOutputFiles, reserve_file
 from comfyfleet.hub.files.uploads import Form, boundary_in, is_form
+from comfyfleet.hub.http.body import read_piece
 from comfyfleet.hub.http.credentials import owner_for
-from comfyfleet.hub.http.limits import ByteBudget, ClientDisconnected
+from comfyfleet.hub.http.limits import ByteBudget
 from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.model.access import Caller
 from comfyfleet.model.dispatch import Dispatch
@@ -84,14 +85,7 @@ class FileHandlers:
             return await self._create_from_form(call)
         body, owner = call.given, owner_for(call.caller, call.given.tenant)
         await self._check_source(body, owner)
-        record = await self._assets.reserve(
-            owner,
-            name=body.name,
-            content_type=body.type,
-            size=body.size,
-            sha256=body.sha256,
-            derived_from=() if body.source is None else (body.source,),
-        )
+        record = await reserve_file(self._assets, owner, body)
         return Reply(201, await self._to_put(record), made=record.file_id)
 
     async def _create_from_form(self, call: HubRequest[wire.FileBody]) -> Reply:
@@ -205,8 +199,6 @@ class FileHandlers:
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file_id!r} (any more)")
         return record
 
-    # by link
-
     async def put_content(self, call: HubRequest[wire.LinkQuery]) -> Reply:
         asked = call.given
         record = await self._local.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
@@ -234,8 +226,6 @@ class FileHandlers:
             # By content: the same at every hub and after a restart.
             headers={"etag": etag, **_GUARDS},
         )
-
-    # by lease
 
     async def grants(self, call: HubRequest[wire.GrantsBody]) -> Reply:
         outputs, ref = self._outputs, lease_ref(call.given.lease)
@@ -274,11 +264,8 @@ def _matches(named: str, etag: str) -> bool:
 
 
 async def _pieces(call: HubRequest[Any]) -> AsyncIterator[bytes]:
-    while True:
-        message = await call.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        if piece := message.get("body", b""):
+    more = True
+    while more:
+        piece, more = await read_piece(call.receive)
+        if piece:
             yield piece
-        if not message.get("more_body", False):
-            return

@@ -6,6 +6,7 @@ of another tenant does not exist. The engine knows what a job does with its file
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from comfyfleet.model.file import FileRecord, InputFile
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Job, JobInput, Submission
 from comfyfleet.ports import FileStore
-from comfyfleet.wire.files import OutputBody
+from comfyfleet.wire.files import FileBody, OutputBody
 from comfyfleet.wire.worker import LeaseInputs, lease_body
 
 
@@ -31,8 +32,6 @@ class JobInputFiles:
         self._assets = assets
         if assets is not None:
             assets.in_use = engine.uses_file
-
-    # submit
 
     async def submit(self, submission: Submission, *, is_large: bool = False) -> Submitted:
         """Finds a repeat before it checks the files, which may be gone by now."""
@@ -76,8 +75,6 @@ class JobInputFiles:
                 field="inputs",
             )
         return msgspec.structs.replace(each, sha256=record.sha256, size=record.size)
-
-    # lease
 
     def admitted(self, call: RegisterWorker) -> RegisterWorker:
         """Marks the worker as one with a hub, and without file transfer if this hub has no files."""
@@ -157,6 +154,28 @@ class JobOutputFiles:
             )
             for each in outputs
         ]
+
+
+async def reserve_file(assets: FileStore, owner: TenantId, body: FileBody) -> FileRecord:
+    return await assets.reserve(
+        owner,
+        name=body.name,
+        content_type=body.type,
+        size=body.size,
+        sha256=body.sha256,
+        derived_from=() if body.source is None else (body.source,),
+    )
+
+
+async def complete_file(assets: FileStore, file_id: str) -> FileRecord:
+    """Waits while an object store checks a large file; sending it again would not help."""
+    while True:
+        try:
+            return await assets.complete(file_id)
+        except Refusal as refusal:
+            if refusal.code is not RefusalCode.UNAVAILABLE:
+                raise
+            await asyncio.sleep(float(refusal.details.get("retry_after_s", 1.0)))
 
 
 def _holds(dispatch: Dispatch, ref: LeaseRef) -> bool:

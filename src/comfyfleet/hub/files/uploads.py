@@ -14,13 +14,13 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import PurePosixPath
-from types import TracebackType
 from typing import IO, NamedTuple, Self
 from urllib.parse import unquote
 
 import msgspec
 
 from comfyfleet.files.local import LocalFileStore
+from comfyfleet.hub.files.job_files import complete_file, reserve_file
 from comfyfleet.hub.http.limits import ByteBudget
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
@@ -187,30 +187,13 @@ class FormUpload:
             return await self._take(known, owner, spool.pieces())
 
     async def _take(self, body: FileBody, owner: TenantId, pieces: AsyncIterator[bytes]) -> FileRecord:
-        record = await self._assets.reserve(
-            owner,
-            name=body.name,
-            content_type=body.type,
-            size=body.size,
-            sha256=body.sha256,
-            derived_from=() if body.source is None else (body.source,),
-        )
+        record = await reserve_file(self._assets, owner, body)
         try:
             await self._assets.receive(record, pieces)
-            return await self._completed(record)
+            return await complete_file(self._assets, record.file_id)
         except BaseException:
             await asyncio.shield(self._assets.forget(record))
             raise
-
-    async def _completed(self, record: FileRecord) -> FileRecord:
-        """Waits while the object store checks the file: the sender has nobody else to ask."""
-        while True:
-            try:
-                return await self._assets.complete(record.file_id)
-            except Refusal as refusal:
-                if refusal.code is not RefusalCode.UNAVAILABLE:
-                    raise
-                await asyncio.sleep(float(refusal.details.get("retry_after_s", 1.0)))
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """Reads to the end of the form: a form that breaks off after the file is incomplete."""
@@ -261,9 +244,7 @@ class UploadSpool:
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._disk.give_back(self._owner, self._taken)
 
@@ -276,7 +257,7 @@ class UploadSpool:
             try:
                 await asyncio.to_thread(self._file.write, piece)
             except OSError as error:
-                raise Fault(f"cannot write the file: {error}. Free space on the hub's disk") from error
+                raise Fault(f"cannot write the file: {error}. Make room on the hub's disk") from error
         return self._size, digest.hexdigest()
 
     def _check(self) -> None:

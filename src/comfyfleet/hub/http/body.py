@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
@@ -230,9 +229,7 @@ class BodyReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.let_go()
 
     def let_go(self) -> None:
@@ -246,9 +243,9 @@ class BodyReader:
         announced = headers.get("content-length", "")
         if announced.isdecimal() and len(announced) < 20 and int(announced) > self._bound.sent:
             raise _too_large("has", self._bound.sent)
-        first, more = await _piece(receive)
+        first, more = await read_piece(receive)
         while more and len(first) < PIECE_BYTES:
-            piece, more = await _piece(receive)
+            piece, more = await read_piece(receive)
             first += piece
         self._check_sent(len(first))
         if not more and unpacker is None and len(first) <= PIECE_BYTES:
@@ -264,7 +261,7 @@ class BodyReader:
             self._hold(len(received.body))
             if not more:
                 break
-            rest, more = await _piece(receive)
+            rest, more = await read_piece(receive)
             size += len(rest)
             self._check_sent(size)
         received.end()
@@ -379,7 +376,7 @@ def _unpacker(encoding: str) -> _Unpacker | None:
     return _Unpacker(encoding)
 
 
-async def _piece(receive: Receive) -> tuple[bytes, bool]:
+async def read_piece(receive: Receive) -> tuple[bytes, bool]:
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnected

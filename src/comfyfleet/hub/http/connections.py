@@ -16,7 +16,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from comfyfleet.hub.http.limits import HubLimits
+from comfyfleet.hub.http.limits import HubLimits, subtract
 from comfyfleet.hub.http.uvicorn_logging import UvicornLogger
 from comfyfleet.wire.route import LARGE_BYTES
 
@@ -38,7 +38,7 @@ _MAX_PIPELINED = 16
 
 
 class Connections:
-    """Makes the protocol for uvicorn. Between `start` and `close` it ends connections that are too slow."""
+    """All open connections. Between `start` and `close` it ends those that are too slow."""
 
     def __init__(self, limits: HubLimits) -> None:
         self.limits = limits
@@ -46,15 +46,6 @@ class Connections:
         self.open: set[Connection] = set()
         self.by_address: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
-
-    def protocol(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> Connection:
-        return Connection(self, config, server_state, app_state, _loop)
 
     def start(self) -> None:
         look_s = min(_POLL_S, self.limits.request_s / 4)
@@ -257,9 +248,7 @@ class Connection(HttpToolsProtocol):
     def _leave(self) -> None:
         if self in self._all.open:
             self._all.open.discard(self)
-            self._all.by_address[self._address] -= 1
-            if not self._all.by_address[self._address]:
-                del self._all.by_address[self._address]
+            subtract(self._all.by_address, self._address)
 
 
 def _length_in(headers: list[tuple[bytes, bytes]]) -> int:

@@ -18,10 +18,12 @@ from urllib.parse import urlsplit
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
+from comfyfleet.hub.maintenance import BackgroundJob
 from comfyfleet.model.access import Caller, Role
+from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
-from comfyfleet.ports import Clock, Store
+from comfyfleet.ports import Clock
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.wire.bodies import SubmitBody, named_tenant
 
@@ -128,26 +130,17 @@ class Authenticator:
             del self._known[digest]
 
 
-class RevocationWatch:
+class RevocationWatch(BackgroundJob):
     """Ends connections and workers of keys that expired or were revoked at another hub, within `every_s`."""
 
     def __init__(
         self, keys: Keys, connection_limits: ConnectionLimits, workers: WorkersByKey, every_s: float
     ) -> None:
+        super().__init__("key revocations")
         self._workers = workers
         self._keys = keys
         self._connection_limits = connection_limits
         self._every_s = every_s
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
 
     async def _run(self) -> None:
         while True:
@@ -221,12 +214,18 @@ def owner_for(caller: Caller, named: str | None, field: str = "tenant") -> Tenan
     return TenantId(named)
 
 
-async def check_sees(caller: Caller, store: Store, job_id: JobId) -> None:
+async def check_sees(caller: Caller, engine: Engine, job_id: JobId) -> None:
     """Raises `not_found` unless the caller may see the job."""
     if caller.scope is not None:
-        dispatch = await store.load(job_id)
-        if dispatch is None or not caller.sees(dispatch.tenant):
-            raise no_job(job_id)
+        await visible_job(caller, engine, job_id)
+
+
+async def visible_job(caller: Caller, engine: Engine, job_id: JobId) -> Dispatch:
+    """The job, or `not_found` if the caller may not see it."""
+    dispatch = await engine.store.load(job_id)
+    if dispatch is None or not caller.sees(dispatch.tenant):
+        raise no_job(job_id)
+    return dispatch
 
 
 def no_job(job_id: JobId) -> Refusal:

@@ -77,6 +77,12 @@ class ClientDisconnected(Exception):
     """The client is gone; nobody reads an answer."""
 
 
+def subtract(counter: Counter[str], key: str, amount: int = 1) -> None:
+    counter[key] -= amount
+    if not counter[key]:
+        del counter[key]
+
+
 class ByteBudget:
     """Limits the bytes held at a time: in total, and half of that for one holder. It refuses instead of queueing,
     because a queue would hold the bytes that have arrived."""
@@ -102,9 +108,7 @@ class ByteBudget:
 
     def give_back(self, holder: str, size: int) -> None:
         self.held -= size
-        self._by_holder[holder] -= size
-        if not self._by_holder[holder]:
-            del self._by_holder[holder]
+        subtract(self._by_holder, holder, size)
 
 
 class RequestRate:
@@ -207,9 +211,7 @@ class ConnectionLimits:
             del self._by_key[key_id][slot]
             if not self._by_key[key_id]:
                 del self._by_key[key_id]
-            self._by_address[address] -= 1
-            if not self._by_address[address]:
-                del self._by_address[address]
+            subtract(self._by_address, address)
 
     def holders(self) -> list[str]:
         """The ids of the keys that have open connections."""
@@ -238,10 +240,10 @@ _buckets = msgspec.json.Decoder(TokenBucket)
 
 
 class _LocalTokens:
-    __slots__ = ("bucket", "empty_until", "lock", "turns")
+    __slots__ = ("bucket", "empty_until", "lock", "tokens")
 
     def __init__(self) -> None:
-        self.turns = 0
+        self.tokens = 0
         self.bucket: TokenBucket | None = None
         """Used only if the store is not shared."""
         self.empty_until = float("-inf")
@@ -259,11 +261,11 @@ class RateLimiter:
         """Takes one token, or refuses and says when the next one is available."""
         local_tokens = self._tokens_of(tenant)
         async with local_tokens.lock:
-            if not local_tokens.turns and (passed := self._clock.monotonic()) >= local_tokens.empty_until:
+            if not local_tokens.tokens and (passed := self._clock.monotonic()) >= local_tokens.empty_until:
                 drawn = await self._draw(tenant, local_tokens, per_minute)
-                local_tokens.turns = drawn.turns
+                local_tokens.tokens = drawn.turns
                 local_tokens.empty_until = passed + drawn.wait_s
-            if not local_tokens.turns:
+            if not local_tokens.tokens:
                 wait_s = max(0.001, local_tokens.empty_until - self._clock.monotonic())
                 raise Refusal(
                     RefusalCode.RATE_LIMITED,
@@ -271,7 +273,7 @@ class RateLimiter:
                     retry_after_s=round(wait_s, 3),
                     limit=per_minute,
                 )
-            local_tokens.turns -= 1
+            local_tokens.tokens -= 1
 
     async def _draw(self, tenant: TenantId, local_tokens: _LocalTokens, per_minute: int) -> TokenDraw:
         if not self._is_shared:

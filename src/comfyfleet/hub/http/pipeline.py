@@ -200,23 +200,14 @@ class RequestPipeline:
     async def _answer(self, call: HubRequest[Any], send: Send) -> int:
         try:
             reply = await self._handled(call)
-        except (Refusal, Fault) as error:
-            if isinstance(error, Fault):
-                self._faulted()
-                _LOG.warning("request %s failed: %s", call.request_id, error)
-            answered = answer_to(error, call.request_id)
         except ClientDisconnected:
             raise
         except Exception as error:
-            incident = secrets.token_hex(8)
-            _LOG.exception(
-                "incident %s: %s %s failed (request %s)",
-                incident,
-                call.route.method,
-                call.scope["path"],
-                call.request_id,
-            )
-            answered = answer_to(error, call.request_id, incident)
+            if isinstance(error, Fault):
+                self._faulted()
+                _LOG.warning("request %s failed: %s", call.request_id, error)
+            what = f"{call.route.method} {call.scope['path']} (request {call.request_id})"
+            answered = problem_of(error, _LOG, what, call.request_id)
         else:
             if isinstance(reply, Response):
                 reply.headers["x-request-id"] = call.request_id
@@ -348,6 +339,15 @@ def _made(reply: Reply | Response) -> str | None:
     return reply.made if isinstance(reply, Reply) else None
 
 
+def problem_of(error: Exception, log: logging.Logger, what: str, request_id: str = "") -> ProblemAnswer:
+    """The problem document of an error. An unexpected error is logged under an incident number."""
+    incident = ""
+    if not isinstance(error, Refusal | Fault):
+        incident = secrets.token_hex(8)
+        log.error("incident %s: %s failed", incident, what, exc_info=error)
+    return answer_to(error, request_id, incident)
+
+
 async def until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -402,14 +402,14 @@ async def _send_problem(answered: ProblemAnswer, request_id: str, scope: Scope, 
 
 
 async def _send_refusal_page(answered: ProblemAnswer, request_id: str, scope: Scope, send: Send) -> None:
-    told = {"content-type": "text/html; charset=utf-8", "x-request-id": request_id}
-    told |= {**html.HEADERS, **answered.headers()}
-    if "www-authenticate" in told:
+    fields = {"content-type": "text/html; charset=utf-8", "x-request-id": request_id}
+    fields |= {**html.HEADERS, **answered.headers()}
+    if "www-authenticate" in fields:
         # The browser then asks for the key, sends it with each request and keeps it out of the URL.
-        told["www-authenticate"] = (
+        fields["www-authenticate"] = (
             'Basic realm="ComfyFleet: any user name, and a key as password", charset="UTF-8"'
         )
-    headers = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
     await _send(scope, send, answered.status, headers, html.refusal_page(answered).encode())
 
 

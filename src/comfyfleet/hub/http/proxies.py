@@ -55,8 +55,8 @@ class TrustedProxies:
 
 
 def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    said = [value.decode("latin-1") for name, value in headers if name == _HEADER]
-    return [hop.strip() for hop in ",".join(said).split(",")][-_MAX_HOPS:]
+    values = [value.decode("latin-1") for name, value in headers if name == _HEADER]
+    return [hop.strip() for hop in ",".join(values).split(",")][-_MAX_HOPS:]
 
 
 def _parsed(text: str) -> _Address | None:

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
-from types import TracebackType
+from functools import partial
 from typing import Self
 
 import msgspec
 import uvicorn
 
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.http.connections import Connections
+from comfyfleet.hub.http.connections import Connection, Connections
 from comfyfleet.hub.http.credentials import is_loopback
 from comfyfleet.hub.websocket.connection import WebSocketConnection
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -86,9 +86,7 @@ class HubServer:
         self._hub.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -128,7 +126,7 @@ def _bind(settings: HubServerSettings, port: int) -> socket.socket:
 def _config(hub: Hub, settings: HubServerSettings, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         hub,
-        http=connections.protocol,  # type: ignore[arg-type]
+        http=partial(Connection, connections),  # type: ignore[arg-type]
         lifespan="off",
         log_config=None,
         access_log=False,

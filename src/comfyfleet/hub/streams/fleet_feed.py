@@ -65,8 +65,8 @@ class FleetFeed(Feed):
         super().join(wake)
         if self._leave_bus is None:
             leave_bus, leave_others = (
-                self._engine.bus.listen(self._hear),
-                self._engine.elsewhere(self._hear),
+                self._engine.bus.listen(self._on_event),
+                self._engine.elsewhere(self._on_event),
             )
             self._leave_bus = lambda: (leave_bus(), leave_others())
 
@@ -85,7 +85,7 @@ class FleetFeed(Feed):
         self._pending.clear()
         self._labels.clear()
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         # Previews of all jobs are too much; the stream of each job has them.
         if event.kind is not ProgressKind.PREVIEW:
             self._pending.append(event)

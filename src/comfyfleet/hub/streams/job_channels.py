@@ -38,9 +38,9 @@ class JobProgress:
         "_lease",
         "_phase",
         "_remaining_s",
+        "_reported",
+        "_reported_at",
         "_started_at",
-        "_told",
-        "_told_at",
         "_updated_at",
         "_worker_id",
     )
@@ -62,12 +62,12 @@ class JobProgress:
             self._started_at = None
         if record.completed_at is not None:
             self._updated_at = record.completed_at
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self._remaining_s: float | None = None
         """As the worker reported with the last progress."""
-        self._told: dict[str, Any] = _ALL if dispatch.phase is Phase.COMPLETED else {}
+        self._reported: dict[str, Any] = _ALL if dispatch.phase is Phase.COMPLETED else {}
 
-    def hear(self, progress: ProgressEvent) -> None:
+    def update(self, progress: ProgressEvent) -> None:
         if self._phase is Phase.QUEUED and progress.lease_number > (self._lease or 0):
             # Progress can overtake the fact of its lease.
             self._phase = Phase.LEASED
@@ -76,26 +76,26 @@ class JobProgress:
         ):
             return
         if progress.lease_number and progress.lease_number != self._lease:
-            self._told, self._started_at, self._lease = {}, progress.at, progress.lease_number
+            self._reported, self._started_at, self._lease = {}, progress.at, progress.lease_number
             self._remaining_s = None
         self._worker_id = progress.worker_id or self._worker_id
         self._updated_at = progress.at
         if progress.kind is ProgressKind.STARTED:
             self._started_at = progress.at
         elif progress.kind is ProgressKind.PROGRESS:
-            self._told = told(progress.data)
-            self._remaining_s, self._told_at = remaining_s(progress.data), progress.at
+            self._reported = told(progress.data)
+            self._remaining_s, self._reported_at = remaining_s(progress.data), progress.at
 
     def body(self, now: float) -> ProgressBody:
         estimate = None
         if self._phase is Phase.LEASED and self._remaining_s is not None:
-            estimate = self._told_at + self._remaining_s
+            estimate = self._reported_at + self._remaining_s
         elif self._phase is Phase.LEASED and self._started_at is not None and self._expected_s is not None:
             estimate = self._started_at + self._expected_s
         return ProgressBody(
             self._job_id,
             status_name(self._phase),
-            **self._told,
+            **self._reported,
             worker_id=self._worker_id,
             lease=self._lease,
             started_at=self._started_at,
@@ -111,7 +111,7 @@ async def progress_of(engine: Engine, dispatch: Dispatch, record: Job) -> JobPro
         expected_s = await engine.expected_s(dispatch.workflow_hash, dispatch.lease.worker_id)
     job_progress = JobProgress(dispatch, record, expected_s)
     if dispatch.lease is not None and (progress := await engine.newest(dispatch)) is not None:
-        job_progress.hear(progress)
+        job_progress.update(progress)
     return job_progress
 
 
@@ -143,7 +143,7 @@ class JobChannel(Feed):
         await self._read()
 
     @property
-    def told(self) -> int:
+    def last_published(self) -> int:
         """Number of the newest known fact."""
         return self.facts[-1].number if self.facts else 0
 
@@ -158,16 +158,16 @@ class JobChannel(Feed):
             pieces.append(FeedEntry("progress", self.progress).sse)
         return b"".join(pieces)
 
-    def hear(self, event: Fact | ProgressEvent) -> None:
+    def on_event(self, event: Fact | ProgressEvent) -> None:
         if self.is_over:
             return
         if isinstance(event, Fact):
-            if event.number > self.told:
+            if event.number > self.last_published:
                 self.look()
         elif event.kind is ProgressKind.PREVIEW:
             self.add(FeedEntry(event.kind.value, progress_event_body(event)), only_newest=True)
         else:
-            self._progress.hear(event)
+            self._progress.update(event)
             if event.kind is not ProgressKind.PROGRESS:
                 self.add(FeedEntry(event.kind.value, progress_event_body(event)))
             self.add(FeedEntry("progress", self.progress))
@@ -184,8 +184,6 @@ class JobChannel(Feed):
         if self._timer is not None:
             self._timer.cancel()
         self.end()
-
-    # reading
 
     def look(self) -> None:
         if self._reading is not None:
@@ -220,7 +218,7 @@ class JobChannel(Feed):
         read again: the end is published with its result, or not yet."""
         store = self._engine.store
         for _ in range(_TRIES):
-            facts = await store.facts(self.job_id, self.told)
+            facts = await store.facts(self.job_id, self.last_published)
             if not facts and self.facts:
                 # Nothing new, or the job was deleted.
                 if await store.load(self.job_id) is None:
@@ -264,7 +262,7 @@ class JobChannels:
         self._open: dict[JobId, JobChannel] = {}
         self._loading: dict[JobId, asyncio.Task[JobChannel]] = {}
         self._following: dict[JobId, ExitStack] = {}
-        self._leave_bus = engine.bus.listen(self._hear)
+        self._leave_bus = engine.bus.listen(self._on_event)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -300,7 +298,7 @@ class JobChannels:
         if not channel.is_over:
             self._open[job_id] = channel
             following = self._following[job_id] = ExitStack()
-            following.enter_context(self._engine.following(job_id, channel.told, channel.look))
+            following.enter_context(self._engine.following(job_id, channel.last_published, channel.look))
             # Events between the read and now went unnoticed.
             channel.look()
         return channel
@@ -317,9 +315,9 @@ class JobChannels:
             self._ended(channel)
             channel.close()
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, Fact | ProgressEvent) and (channel := self._open.get(event.job_id)) is not None:
-            channel.hear(event)
+            channel.on_event(event)
 
     def close(self) -> None:
         self._leave_bus()

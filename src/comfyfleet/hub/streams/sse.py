@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.http.credentials import check_sees, no_job
+from comfyfleet.hub.http.credentials import check_sees, no_job, visible_job
 from comfyfleet.hub.http.limits import ClientDisconnected, ConnectionLimits
 from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply, until_disconnected
 from comfyfleet.hub.streams.feed import Feed, FeedEntry
@@ -169,8 +169,6 @@ class StreamHandlers:
         for watcher in list(self._watchers):
             watcher.end()
 
-    # one job
-
     async def watch(self, call: HubRequest[StreamQuery]) -> Reply | Response:
         accept = call.headers.get("accept", "")
         if "application/json" in accept and CONTENT_TYPE not in accept:
@@ -185,9 +183,7 @@ class StreamHandlers:
     async def _record(self, call: HubRequest[StreamQuery]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         _after(call.headers, call.given)
-        dispatch = await self._engine.store.load(job_id)
-        if dispatch is None or not call.caller.sees(dispatch.tenant):
-            raise no_job(job_id)
+        dispatch = await visible_job(call.caller, self._engine, job_id)
         record = await self._engine.store.records.get(job_id)
         if record is None:
             raise no_job(job_id)
@@ -207,17 +203,15 @@ class StreamHandlers:
             slot = cleanup.enter_context(
                 self._connection_limits.held("stream", call.caller.key_id, call.address)
             )
-            await check_sees(call.caller, self._engine.store, job_id)
+            await check_sees(call.caller, self._engine, job_id)
             channel = await self._channels.enter(job_id, wake)
             cleanup.callback(self._channels.leave, channel, wake)
-            if channel.is_over and after >= channel.told:
+            if channel.is_over and after >= channel.last_published:
                 # Everything was sent. A browser does not reconnect after 204.
                 return Reply(204)
-            watcher = Watcher(channel, channel.first(min(after, channel.told)))
+            watcher = Watcher(channel, channel.first(min(after, channel.last_published)))
             slot.end = watcher.end
             return self._watched(watcher, cleanup.pop_all().close)
-
-    # the fleet
 
     async def events(self, call: HubRequest[EventsQuery]) -> Reply | Response:
         self._check_open()
@@ -233,8 +227,6 @@ class StreamHandlers:
             self._fleet.join(watcher.wake)
             cleanup.callback(self._fleet.leave, watcher.wake)
             return self._watched(watcher, cleanup.pop_all().close)
-
-    # shared
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from starlette.responses import StreamingResponse
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.http.credentials import no_job
+from comfyfleet.hub.http.credentials import visible_job
 from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.hub.tenants.handlers import known
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -51,8 +51,6 @@ class CreditHandlers:
             "job_receipt": self.receipt,
         }
 
-    # read
-
     async def balance(self, call: HubRequest[None]) -> Reply:
         tenant = await self._seen(call)
         return Reply(200, await self._balance(tenant, await self._pools.of(tenant)))
@@ -77,17 +75,13 @@ class CreditHandlers:
 
     async def receipt(self, call: HubRequest[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
-        dispatch = await self._engine.store.load(job_id)
-        if dispatch is None or not call.caller.sees(dispatch.tenant):
-            raise no_job(job_id)
+        dispatch = await visible_job(call.caller, self._engine, job_id)
         tenant = await self._tenants.get(dispatch.tenant)
         rounds = []
         if tenant is not None:
             database = await self._pools.of(tenant)
             rounds = await database.receipts(tenant.tenant_id, job_id, limit=_MAX_ROUNDS)
         return Reply(200, wire.receipt(job_id, dispatch.tenant, rounds))
-
-    # change
 
     async def grant(self, call: HubRequest[wire.GrantBody]) -> Reply:
         tenant, database = await self._open(call)

@@ -15,6 +15,7 @@ import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.audit.log import AuditLog
+from comfyfleet.hub.maintenance import BackgroundJob
 from comfyfleet.model.access import AuditEntry
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import ComfyFleetError, Fault
@@ -37,9 +38,7 @@ AT_ONCE = 8
 """Tenants processed at the same time."""
 
 
-class TenantMaintenance:
-    """`start` and `close` may be called twice."""
-
+class TenantMaintenance(BackgroundJob):
     def __init__(
         self,
         documents: DocumentStore,
@@ -52,6 +51,7 @@ class TenantMaintenance:
         audit: AuditLog,
         look_s: float = _POLL_S,
     ) -> None:
+        super().__init__("tenant maintenance")
         self._documents = documents
         self._clock = clock
         self._tenants = tenants
@@ -62,19 +62,14 @@ class TenantMaintenance:
         self._audit = audit
         self._look_s = look_s
         self._woken = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
         self._under_way: dict[TenantId, asyncio.Task[None]] = {}
         self._last = TenantId("")
         """The tenant that was started last. The next one in order follows, so that all get their turn."""
 
-    def start(self) -> None:
-        if self._running is None:
-            self._running = in_background(self._run(), name="tenant maintenance")
-
     async def close(self) -> None:
         """Another hub, or the next start, continues unfinished work."""
-        running, self._running = self._running, None
-        tasks = [*self._under_way.values(), *([] if running is None else [running])]
+        await super().close()
+        tasks = list(self._under_way.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -193,28 +188,16 @@ class _Noted(msgspec.Struct, frozen=True):
     since: float
 
 
-class UnrunnableJobTimeout:
-    """`start` and `close` may be called twice."""
-
+class UnrunnableJobTimeout(BackgroundJob):
     def __init__(
         self, engine: Engine, tenants: Tenants, documents: DocumentStore, clock: Clock, look_s: float = LOOK_S
     ) -> None:
+        super().__init__("unrunnable jobs")
         self._engine = engine
         self._tenants = tenants
         self._documents = documents
         self._clock = clock
         self._look_s = look_s
-        self._running: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._running is None:
-            self._running = in_background(self._run(), name="unrunnable jobs")
-
-    async def close(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
@@ -239,7 +222,7 @@ class UnrunnableJobTimeout:
 
     async def _look(self, mine: Claim) -> int:
         classes, failed = await self._engine.judge.unrunnable_classes(), 0
-        now = await self._engine.store.now()
+        now = self._engine.now()
         noted = await self._noted()
         for key in noted.keys() - classes.keys():
             await self._documents.remove(COLLECTION, key)

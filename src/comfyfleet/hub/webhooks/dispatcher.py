@@ -29,9 +29,9 @@ from comfyfleet.tracing import in_background, log_failure
 _LOG = logging.getLogger(__name__)
 
 _BATCH_SIZE = 32
-_MAX_HEARD = 10_000
+_MAX_PENDING_ROUNDS = 10_000
 """Rounds with unprocessed facts. Beyond it, the outbox entries are enough."""
-_MAX_UNHEARD = 50_000
+_MAX_UNWANTED = 50_000
 _NOTES = 200
 """Outbox entries read in one pass."""
 _DUE = 200
@@ -63,15 +63,15 @@ class WebhookDispatcher:
         self._guard = guard
         self._sender = sender
         self._pending = pending
-        self._heard: dict[tuple[JobId, int], None] = {}
-        self._unheard: dict[tuple[JobId, int], None] = {}
+        self._pending_rounds: dict[tuple[JobId, int], None] = {}
+        self._unwanted: dict[tuple[JobId, int], None] = {}
         """Rounds written here that no webhook wants; their facts are skipped."""
         self._announced = 0
         self._is_needed = True
         """Whether any webhook wants any job. If not, facts cost nothing here."""
         self._woken = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
-        self._is_asked = False
+        self._is_woken_early = False
         self._outgoing = OutgoingCalls(self._send, bounds)
         self._notes_after = ""
         self._due_after = ""
@@ -79,25 +79,25 @@ class WebhookDispatcher:
         self._pruned_at = 0.0
         self._is_closed = False
         engine.announce_to(self.announce)
-        self._leave_bus = engine.bus.listen(self._hear)
+        self._leave_bus = engine.bus.listen(self._on_event)
 
     async def announce(self, submission: Submission, job_id: JobId, round_: int) -> None:
         """Called before the round is stored. Raises `ForbiddenUrl` for a URL that is never called, and `queue_full` if
         the tenant has too many pending deliveries. A retry of an accepted job is always allowed."""
-        hearers = await self._webhooks.hearing(submission.tenant)
+        subscriptions = await self._webhooks.hearing(submission.tenant)
         own = submission.webhook
         if round_ == 1:
             if own is not None:
                 # The address behind the URL is checked before each call.
                 self._guard.check(own.url)
             # Webhooks of operators do not count against the tenant.
-            if own is not None or any(each.owner == submission.tenant for each in hearers):
+            if own is not None or any(each.owner == submission.tenant for each in subscriptions):
                 self._pending.check(submission.tenant)
-        if own is None and not hearers:
+        if own is None and not subscriptions:
             if self._is_needed:
-                self._unheard[job_id, round_] = None
-                if len(self._unheard) > _MAX_UNHEARD:
-                    del self._unheard[next(iter(self._unheard))]
+                self._unwanted[job_id, round_] = None
+                if len(self._unwanted) > _MAX_UNWANTED:
+                    del self._unwanted[next(iter(self._unwanted))]
             return
         await self._ledger.note(job_id, round_, self._engine.now())
         self._announced += 1
@@ -119,20 +119,18 @@ class WebhookDispatcher:
 
     def wake(self) -> None:
         """Looks for due deliveries at once."""
-        self._is_asked = True
+        self._is_woken_early = True
         self._woken.set()
 
-    # facts
-
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if not isinstance(event, Fact) or not self._is_needed:
             return
         round_ = (event.job_id, event.round)
-        if round_ in self._unheard:
+        if round_ in self._unwanted:
             if event.kind.is_final:
-                del self._unheard[round_]
-        elif len(self._heard) < _MAX_HEARD:
-            self._heard[round_] = None
+                del self._unwanted[round_]
+        elif len(self._pending_rounds) < _MAX_PENDING_ROUNDS:
+            self._pending_rounds[round_] = None
             self._woken.set()
 
     async def _run(self) -> None:
@@ -141,12 +139,12 @@ class WebhookDispatcher:
         while True:
             # First, so that no wake-up during the work is lost.
             self._woken.clear()
-            some = list(itertools.islice(self._heard, _BATCH_SIZE))
+            some = list(itertools.islice(self._pending_rounds, _BATCH_SIZE))
             for each in some:
-                del self._heard[each]
+                del self._pending_rounds[each]
             await self._guarded(asyncio.gather(*(self._look_at(*each) for each in some)))
-            if self._is_asked:
-                self._is_asked, self._due_after = False, ""
+            if self._is_woken_early:
+                self._is_woken_early, self._due_after = False, ""
                 await self._guarded(self._look_at_due())
             if loop.time() - looked_at >= look_s:
                 # The first pass reads all entries, because a hub that died may have left any of them.
@@ -155,7 +153,7 @@ class WebhookDispatcher:
                 await self._guarded(self._prune())
                 await self._guarded(self._pending.count())
                 looked_at = loop.time()
-            if not self._heard:
+            if not self._pending_rounds:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, looked_at + look_s - loop.time())):
                         await self._woken.wait()
@@ -217,11 +215,11 @@ class WebhookDispatcher:
         self, job: Job, facts: Iterable[Fact], standing: Iterable[WebhookSubscription]
     ) -> Iterable[Delivery]:
         now, own = self._engine.now(), job.payload.webhook
-        hearers = list(standing)
+        subscriptions = list(standing)
         if own is not None:
-            hearers.insert(0, WebhookSubscription(OF_THE_JOB, own.url, now, job.tenant, own.events))
+            subscriptions.insert(0, WebhookSubscription(OF_THE_JOB, own.url, now, job.tenant, own.events))
         for fact in facts:
-            for each in hearers:
+            for each in subscriptions:
                 if fact.kind in each.events:
                     yield Delivery(
                         job.job_id,
@@ -234,8 +232,6 @@ class WebhookDispatcher:
                         now,
                         now,
                     )
-
-    # deliveries
 
     async def _look_at_due(self) -> None:
         """Continues where the last pass ended, so that many entries for one host do not hide the others."""

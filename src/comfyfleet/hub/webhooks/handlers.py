@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import UNSET
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.http.credentials import no_job
+from comfyfleet.hub.http.credentials import visible_job
 from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.hub.http.router import page_of
 from comfyfleet.hub.webhooks.sender import WebhookSender, make_secret
@@ -61,8 +61,6 @@ class WebhookHandlers:
             "job_deliveries": self.job_deliveries,
             "resend_delivery": self.resend,
         }
-
-    # subscriptions
 
     async def list_webhooks(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         if call.caller.scope is not None:
@@ -117,8 +115,6 @@ class WebhookHandlers:
         answer = wire.CreatedSecret(made.secret, made.created_at, owner, made.old_until)
         return Reply(200, answer, made="every tenant" if owner is None else f"tenant {owner}")
 
-    # deliveries
-
     async def list_deliveries(self, call: HubRequest[wire.DeliveriesQuery]) -> Reply:
         """Reads a bounded number of deliveries, so a page with a cursor may be short or empty."""
         asked, after, looked_at = call.given, call.given.cursor or "", 0
@@ -144,9 +140,7 @@ class WebhookHandlers:
 
     async def job_deliveries(self, call: HubRequest[bodies.WholeQuery]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
-        dispatch = await self._engine.store.load(job_id)
-        if dispatch is None or not call.caller.sees(dispatch.tenant):
-            raise no_job(job_id)
+        await visible_job(call.caller, self._engine, job_id)
         found = [each for each in await self._ledger.of_job(job_id) if _sees(call.caller, each.owner)]
         page, cursor = page_of(found, call.given, lambda each: each.delivery_id)
         return Reply(200, wire.DeliveryList(tuple(map(wire.delivery_view, page)), cursor))

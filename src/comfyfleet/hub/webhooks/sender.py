@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.http.limits import subtract
 from comfyfleet.hub.local_worker_api import made_safe
 from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
@@ -54,6 +55,28 @@ class OutgoingLimits(msgspec.Struct, frozen=True):
     of_host: int = 4
 
 
+class _CallCounts:
+    def __init__(self, bounds: OutgoingLimits) -> None:
+        self.bounds = bounds
+        self.hosts: Counter[str] = Counter()
+        self._owners: Counter[str] = Counter()
+
+    def fit(self, host: str, owner: str) -> bool:
+        return (
+            self.hosts.total() < self.bounds.in_all
+            and self.hosts[host] < self.bounds.of_host
+            and self._owners[owner] < self.bounds.of_owner
+        )
+
+    def add(self, host: str, owner: str) -> None:
+        self.hosts[host] += 1
+        self._owners[owner] += 1
+
+    def remove(self, host: str, owner: str) -> None:
+        subtract(self.hosts, host)
+        subtract(self._owners, owner)
+
+
 TESTS = OutgoingLimits(in_all=16, of_owner=4, of_host=4)
 """Tests have their own limits, so that tests and deliveries do not wait for each other."""
 
@@ -62,34 +85,23 @@ class ConcurrentTests:
     """Limits calls whose caller waits for the result: a call beyond a limit is refused, not queued."""
 
     def __init__(self, bounds: OutgoingLimits = TESTS) -> None:
-        self._bounds = bounds
-        self._hosts: Counter[str] = Counter()
-        self._owners: Counter[str] = Counter()
+        self._calls = _CallCounts(bounds)
 
     @contextmanager
     def slot(self, host: str, owner: str) -> Iterator[None]:
-        bounds = self._bounds
-        if (
-            self._hosts.total() >= bounds.in_all
-            or self._hosts[host] >= bounds.of_host
-            or self._owners[owner] >= bounds.of_owner
-        ):
+        bounds = self._calls.bounds
+        if not self._calls.fit(host, owner):
             raise Refusal(
                 RefusalCode.RATE_LIMITED,
                 f"at most {bounds.in_all} test deliveries run at a time, {bounds.of_owner} of one owner and "
                 f"{bounds.of_host} to one host: wait for the earlier ones",
                 retry_after_s=_RETRY_S,
             )
-        counters = ((self._hosts, host), (self._owners, owner))
-        for counter, key in counters:
-            counter[key] += 1
+        self._calls.add(host, owner)
         try:
             yield
         finally:
-            for counter, key in counters:
-                counter[key] -= 1
-                if not counter[key]:
-                    del counter[key]
+            self._calls.remove(host, owner)
 
 
 class OutgoingCalls:
@@ -100,10 +112,8 @@ class OutgoingCalls:
         self, work: Callable[[str], Coroutine[Any, Any, None]], bounds: OutgoingLimits | None = None
     ) -> None:
         self._work = work
-        self._bounds = bounds or OutgoingLimits()
+        self._calls = _CallCounts(bounds or OutgoingLimits())
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._hosts: Counter[str] = Counter()
-        self._owners: Counter[str] = Counter()
         self._waiting: dict[str, dict[str, str]] = {}
         """By host: names of calls and their owners."""
         self._count = 0
@@ -117,7 +127,7 @@ class OutgoingCalls:
         line = self._waiting.get(host)
         if self._is_closed or name in self._running or (line is not None and name in line):
             return
-        if self._fits(host, owner):
+        if self._calls.fit(host, owner):
             self._start(name, host, owner)
         elif self._count < _MAX_WAITING and len(line or ()) < _MAX_WAITING_OF_HOST:
             self._waiting.setdefault(host, {})[name] = owner
@@ -133,41 +143,29 @@ class OutgoingCalls:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    def _fits(self, host: str, owner: str) -> bool:
-        bounds = self._bounds
-        return (
-            len(self._running) < bounds.in_all
-            and self._hosts[host] < bounds.of_host
-            and self._owners[owner] < bounds.of_owner
-        )
-
     def _start(self, name: str, host: str, owner: str) -> None:
-        self._hosts[host] += 1
-        self._owners[owner] += 1
+        self._calls.add(host, owner)
         task = in_background(self._work(name), name="outgoing")
         self._running[name] = task
         task.add_done_callback(lambda _: self._ended(name, host, owner))
 
     def _ended(self, name: str, host: str, owner: str) -> None:
         del self._running[name]
-        for counter, key in ((self._hosts, host), (self._owners, owner)):
-            counter[key] -= 1
-            if not counter[key]:
-                del counter[key]
+        self._calls.remove(host, owner)
         if self._is_closed:
             return
         # One call for each host in turn, so that a long queue does not delay short ones.
         for each in list(self._waiting):
-            if len(self._running) >= self._bounds.in_all:
+            if len(self._running) >= self._calls.bounds.in_all:
                 return
             self._take_from(each)
 
     def _take_from(self, host: str) -> None:
-        if self._hosts[host] >= self._bounds.of_host:
+        if self._calls.hosts[host] >= self._calls.bounds.of_host:
             return
         line = self._waiting.pop(host)
         # Not always the first: its owner may be busy with other hosts.
-        name = next((name for name, owner in line.items() if self._fits(host, owner)), None)
+        name = next((name for name, owner in line.items() if self._calls.fit(host, owner)), None)
         if name is not None:
             self._count -= 1
             self._start(name, host, line.pop(name))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -18,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from comfyfleet import tracing
 from comfyfleet.hub.http.body import PIECE_BYTES, BodyLimit, BodyReader, LargeBodies, parse
 from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply, problem_of
 from comfyfleet.hub.websocket.connection import WebSocketChannel
 from comfyfleet.model.access import Caller
-from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import parse_traceparent
 from comfyfleet.wire import websocket
 from comfyfleet.wire.problems import answer_to
@@ -73,7 +72,7 @@ class AgentSession:
 
     async def run(self, receive: Receive) -> None:
         try:
-            await self._line.run(receive, self._hear)
+            await self._line.run(receive, self._on_message)
         finally:
             # A parked poll is an idle slot and ends with its connection. A report is completed, even if nobody
             # reads the answer.
@@ -86,9 +85,7 @@ class AgentSession:
         message = {"type": type_, "request_id": request_id, "status": status}
         self._line.answer(_ENCODER.encode(message if body is None else message | {"body": body}))
 
-    # requests
-
-    async def _hear(self, frame: bytes) -> None:
+    async def _on_message(self, frame: bytes) -> None:
         try:
             if len(frame) > self._limits.max_frame_bytes:
                 raise Refusal(
@@ -120,12 +117,8 @@ class AgentSession:
             tracing.note(traceparent=trace)
         try:
             reply = await self._handled(request)
-        except (Refusal, Fault) as error:
-            answered = answer_to(error)
         except Exception as error:
-            incident = secrets.token_hex(8)
-            _LOG.exception("incident %s: a message of kind %r failed", incident, request.type)
-            answered = answer_to(error, incident=incident)
+            answered = problem_of(error, _LOG, f"a message of kind {request.type!r}")
         else:
             type_ = websocket.AGENT_KINDS[request.type].answered
             if type_ == "job_assigned" and reply.status == 204:

@@ -162,10 +162,10 @@ class WebSocketChannel:
         """Sends at once."""
         await self._send({"type": "websocket.send", "text": message.decode()})
 
-    async def run(self, receive: Receive, hear: Callable[[bytes], Awaitable[None]]) -> None:
-        """Runs until either side ends. `hear` gets one message after the other."""
+    async def run(self, receive: Receive, on_message: Callable[[bytes], Awaitable[None]]) -> None:
+        """Runs until either side ends. `on_message` gets one message after the other."""
         both = (
-            asyncio.ensure_future(self._read(receive, hear)),
+            asyncio.ensure_future(self._read(receive, on_message)),
             asyncio.ensure_future(self._write()),
         )
         try:
@@ -178,13 +178,15 @@ class WebSocketChannel:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     _LOG.debug("a connection ended: %r", error)
 
-    async def _read(self, receive: Receive, hear: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _read(self, receive: Receive, on_message: Callable[[bytes], Awaitable[None]]) -> None:
         while True:
             event = await receive()
             if event["type"] == "websocket.disconnect":
                 return
             text = event.get("text")
-            await hear(event.get("bytes") or b"" if text is None else text.encode("utf-8", "surrogatepass"))
+            await on_message(
+                event.get("bytes") or b"" if text is None else text.encode("utf-8", "surrogatepass")
+            )
             while len(self._answers) > _MAX_UNREAD:
                 self._has_capacity.clear()
                 await self._has_capacity.wait()

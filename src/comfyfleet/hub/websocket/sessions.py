@@ -7,7 +7,6 @@ message that is not valid gets an `error` answer; a slow reader loses progress e
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.body import PIECE_BYTES, BodyLimit, BodyReader, LargeBodies
 from comfyfleet.hub.http.credentials import Authenticator, check_sees, owner_of
 from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
-from comfyfleet.hub.http.pipeline import token_in
+from comfyfleet.hub.http.pipeline import problem_of, token_in
 from comfyfleet.hub.streams.feed import FeedEntry
 from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
 from comfyfleet.hub.streams.job_channels import JobChannel, JobChannels
@@ -169,7 +168,7 @@ class WebSocketSession:
 
     async def run(self, receive: Receive) -> None:
         try:
-            await self._line.run(receive, self._hear)
+            await self._line.run(receive, self._on_message)
         finally:
             await self._workers.close()
             for job_id in list(self._subscribed):
@@ -178,8 +177,6 @@ class WebSocketSession:
 
     def tell(self, message: dict[str, Any]) -> None:
         self._line.answer(_ENCODER.encode(message))
-
-    # events
 
     async def _send_events(self) -> None:
         for job_id, (channel, position) in list(self._subscribed.items()):
@@ -211,9 +208,7 @@ class WebSocketSession:
         if message := _encoded(entry):
             await self._line.put(message)
 
-    # requests
-
-    async def _hear(self, frame: bytes) -> None:
+    async def _on_message(self, frame: bytes) -> None:
         message: dict[str, Any] = {}
         try:
             self._hub.rate.take(self.caller.key_id)
@@ -221,15 +216,11 @@ class WebSocketSession:
                 message = await reading.checked(_MESSAGE, frame)
                 await self._identify()
                 await self._do(message, is_large=len(frame) > PIECE_BYTES)
-        except (Refusal, Fault) as error:
-            self._send_error(error, message)
         except Exception as error:
-            incident = secrets.token_hex(8)
-            _LOG.exception("incident %s: a message of kind %r failed", incident, message.get("type"))
-            self._send_error(error, message, incident)
+            self._send_error(error, message)
 
-    def _send_error(self, error: Exception, message: dict[str, Any], incident: str = "") -> None:
-        problem = answer_to(error, incident=incident).body
+    def _send_error(self, error: Exception, message: dict[str, Any]) -> None:
+        problem = problem_of(error, _LOG, f"a message of kind {message.get('type')!r}").body
         answer = {
             "type": "error",
             "code": problem["code"],
@@ -273,8 +264,6 @@ class WebSocketSession:
             answer = await self._workers.do(name, body)
         if answer is not None:
             self._answer(answer, message)
-
-    # callers and monitors
 
     async def _old(
         self, name: str, body: Any, message: dict[str, Any], *, is_large: bool
@@ -347,7 +336,7 @@ class WebSocketSession:
         )
 
     async def _check_mine(self, job_id: JobId) -> None:
-        await check_sees(self.caller, self._hub.engine.store, job_id)
+        await check_sees(self.caller, self._hub.engine, job_id)
 
     async def _subscribe(self, job_id: JobId) -> None:
         if job_id in self._subscribed:

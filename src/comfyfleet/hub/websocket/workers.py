@@ -107,8 +107,6 @@ class WebSocketWorkers:
         settled = await self._engine.release(Release(await self._ref(body), body.reason))
         return self._settled("job_released", body, settled)
 
-    # registration
-
     async def _register(self, body: websocket.RegisterWorkerMessage) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
         self._keyed.heard(self._caller, worker_id)
@@ -155,8 +153,6 @@ class WebSocketWorkers:
     def _cancelled(self, job_id: JobId, reason: str) -> None:
         now = self._engine.now()
         self._send({"type": "job_cancelled", "job_id": job_id, "reason": reason, "timestamp": now})
-
-    # work
 
     async def _request(self, body: websocket.RequestJob) -> Message | None:
         worker_id = as_worker(self._caller, body.worker_id)
