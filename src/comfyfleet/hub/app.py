@@ -57,9 +57,10 @@ from comfyfleet.wire.routes import ROUTES
 
 class Hub:
     """With `is_open`, a request from this machine needs no key and has the role of an administrator.
-    `legacy_websocket` says whether callers and monitors may use the WebSocket; workers always may. `guard` checks
-    every URL that the hub calls for a tenant. `tenant_services` defaults to tenants without their own database.
-    `shred` makes the encrypted data of a tenant unreadable for good. `proxies` may set the sender's address."""
+    `legacy_websocket` says whether callers and monitors may use the WebSocket; workers always may. `guard`
+    checks every URL that the hub calls for a tenant. `tenant_services` defaults to tenants without their
+    own database. `shred` makes the encrypted data of a tenant unreadable for good. `proxies` may set the
+    sender's address."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Handlers for operators: queue, dead letter, workers, blocks.
 
 A key of one tenant sees the workers that serve it and counts of its own newest jobs. Stores count all tenants
-together, so `TenantQueueStats` counts from the tenant's job list, up to a bound and at most every few seconds.
+together, so `TenantQueueStats` counts from the tenant's job list, up to a bound and at most every few
+seconds.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class HealthHandlers:
             return self._problem
 
     async def _write(self, body: bytes) -> None:
-        """Writes a few bytes and then as many as a job takes: a full store may still overwrite what it has."""
+        """Writes a few bytes, then as many as a job takes: a full store may still overwrite old data."""
         await self._documents.put(COLLECTION, _NAME, body, version=None)
         await self._documents.put(COLLECTION, _SPACE, bytes(_SPACE_BYTES), version=None)
         await self._documents.remove(COLLECTION, _SPACE)

@@ -1,6 +1,7 @@
 """Handlers for callers: submit, read, list, cancel, retry, pause, change priority, explain, delete.
 
-A job of another tenant answers `not_found`. `wire/` decodes the bodies; the engine decides what happens to a job.
+A job of another tenant answers `not_found`. `wire/` decodes the bodies; the engine decides what happens to a
+job.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ def _own_reference(body: bodies.RawSubmitBody) -> str | None:
 
 
 async def _parts(jobs: Sequence[msgspec.Raw], most: int) -> AsyncIterator[list[_Item]]:
-    """Groups of jobs to decode and submit together. A job that refers to an earlier one is in a later group."""
+    """Groups of jobs to submit together. A job that refers to an earlier one is in a later group."""
     part: list[_Item] = []
     references: set[str | None] = set()
     size = 0
@@ -318,7 +319,7 @@ class DeleteHandlers:
     async def delete(self, call: HubRequest[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         await check_sees(call.caller, self._engine, job_id)
-        # The tenant's database first: a record left there would keep its reference, and nobody could delete it.
+        # The tenant's database first: nobody could delete a record that is left there with its reference.
         await self._engine.forget(job_id, self._forget_record)
         return Reply(204)
 

@@ -1,7 +1,7 @@
 """The worker API for agents in the hub's own process: the engine plus the hub's files.
 
-Remote agents use `worker/transports/http.py`. The functions at the end make worker reports safe for callers; large
-reports are processed in a thread, because they would block the event loop for seconds.
+Remote agents use `worker/transports/http.py`. The functions at the end make worker reports safe for callers;
+large reports are processed in a thread, because they would block the event loop for seconds.
 """
 
 from __future__ import annotations

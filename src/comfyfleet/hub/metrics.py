@@ -1,7 +1,7 @@
 """Metrics in the Prometheus format. The engine and the request pipeline report events; neither counts itself.
 
-Counters describe this process since its start; sum them over all hubs. Gauges of jobs and workers come from the
-store at each scrape and are the same at every hub. No label holds an id.
+Counters describe this process since its start; sum them over all hubs. Gauges of jobs and workers come from
+the store at each scrape and are the same at every hub. No label holds an id.
 """
 
 from __future__ import annotations

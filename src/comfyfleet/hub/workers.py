@@ -1,7 +1,7 @@
 """HTTP handlers of the worker API: they decode `wire/worker.py` and call the engine.
 
-A key that names a worker is valid for that worker and its leases only. With any other key, the lease itself is the
-proof of what the caller may do.
+A key that names a worker is valid for that worker and its leases only. With any other key, the lease itself
+is the proof of what the caller may do.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class WorkerHandlers:
         )
 
     async def _holder(self, body: wire.CompleteBody | wire.FailBody) -> WorkerId | None:
-        """The worker that holds the lease, asked before the lease ends: afterwards the store no longer knows."""
+        """The holder of the lease, read before the lease ends: afterwards the store does not know it."""
         if body.next is None:
             return None
         ref = wire.lease_ref(body.lease)

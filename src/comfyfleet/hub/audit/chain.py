@@ -1,7 +1,8 @@
 """A tamper-evident log in the document store: groups of entries, each with the hash of the entry before it.
 
-A document holds one group; its name is the number of the first entry. Writing means creating the next document, which
-only one of several hubs can do; the others read that document and continue after it. So a group costs one write.
+A document holds one group; its name is the number of the first entry. Writing means creating the next
+document, which only one of several hubs can do; the others read that document and continue after it. So a
+group costs one write.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from comfyfleet.ports import Clock, Document, DocumentStore
 from comfyfleet.wire.keys import BEGINNING, hash_of
 
 CHAINS = "audit_chains"
-"""One document for each log with the id of the current chain. Chains copied from another store may be beside it."""
+"""One document for each log: the id of its current chain. A copied store may bring other chains."""
 
 _GROUP = 50
 """Entries of one document. An entry has about a kilobyte at most, a document 64."""
@@ -74,7 +75,7 @@ class HashChain:
         self._writing: asyncio.Task[None] | None = None
 
     async def append(self, entry: AuditEntry) -> None:
-        """Returns when the entry is stored. Entries that arrive during a write go into the next group together."""
+        """Returns when the entry is stored. Entries that arrive during a write share the next group."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((entry, written))
         if self._writing is None:
@@ -110,7 +111,7 @@ class HashChain:
             self._head = await self._catch_up(self._head)
         self._seen_at = now
         if now < self._contended_at + _CONTENDED_S:
-            # Another hub writes too. Following costs a read more than leading, so without a pause the hub that wrote
+            # Following another hub costs a read more than leading, so without a pause the hub that wrote
             # last would always write next.
             await asyncio.sleep(_PAUSE_S)
         for _ in range(_TRIES):
@@ -138,7 +139,7 @@ class HashChain:
         return head
 
     async def page(self, after: str, limit: int) -> tuple[list[ChainedEntry], str | None]:
-        """A page of entries and the cursor of the next page. Chains from another store sort by their start."""
+        """A page of entries and the next cursor. Chains from another store sort by their start."""
         found: list[ChainedEntry] = []
         name, _, index = after.partition(".")
         if index:

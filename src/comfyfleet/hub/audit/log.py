@@ -1,8 +1,9 @@
 """The audit log of every change made through the hub, and of workers that register, leave or are lost.
 
-An operation is recorded before it runs: if the record cannot be written, nothing changes. A change to a job is recorded
-before the answer; an entry that cannot be written goes to the process log. `WorkerLog` keeps one document per worker
-with the last logged state; the hub that replaces a changed document writes the entry, so each event is logged once.
+An operation is recorded before it runs: if the record cannot be written, nothing changes. A change to a job
+is recorded before the answer; an entry that cannot be written goes to the process log. `WorkerLog` keeps one
+document per worker with the last logged state; the hub that replaces a changed document writes the entry, so
+each event is logged once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Input and output files of jobs at the hub, for remote agents and for agents in the hub's process.
 
-Inputs are checked at submission and get links when the job is leased. The holder of a lease announces outputs. A file
-of another tenant does not exist. The engine knows what a job does with its files; `files/` stores them.
+Inputs are checked at submission and get links when the job is leased. The holder of a lease announces
+outputs. A file of another tenant does not exist. The engine knows what a job does with its files; `files/`
+stores them.
 """
 
 from __future__ import annotations

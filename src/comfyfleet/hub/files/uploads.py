@@ -1,7 +1,8 @@
 """Receives a file in one request as a multipart form (RFC 7578), part by part while it arrives.
 
-A folder stores the file at once. An object store needs the length first: if the form does not say it, the file is
-spooled to the hub's disk. After any error nothing of the file stays. Memory holds one piece and one part's headers.
+A folder stores the file at once. An object store needs the length first: if the form does not say it, the
+file is spooled to the hub's disk. After any error nothing of the file stays. Memory holds one piece and one
+part's headers.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ async def _text(part: FormPart) -> str:
 
 
 class UploadSpool:
-    """A file on disk, or in memory while it is small. Leaving the context deletes it and releases its budget."""
+    """A file on disk, or in memory while it is small. Leaving the context deletes it."""
 
     def __init__(self, disk: ByteBudget, owner: TenantId) -> None:
         self._disk = disk

@@ -1,8 +1,8 @@
 """Reads the body of a request while it arrives: bounds it, decompresses it, scans it and decodes it.
 
-Small bodies are handled on the event loop. Larger ones go piece by piece through one thread that all requests share,
-under a common memory budget. The scanner finds nesting, large integers and memory cost from the bytes alone and refuses
-at the first piece beyond a bound; the decoder decides whether the text is valid JSON.
+Small bodies are handled on the event loop. Larger ones go piece by piece through one thread that all requests
+share, under a common memory budget. The scanner finds nesting, large integers and memory cost from the bytes
+alone and refuses at the first piece beyond a bound; the decoder decides whether the text is valid JSON.
 """
 
 from __future__ import annotations

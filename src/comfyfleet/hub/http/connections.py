@@ -1,8 +1,8 @@
 """Connections before authentication: how many there may be, and how long a request may take to arrive.
 
-uvicorn waits without end for an incomplete request and for a client that reads nothing, and it parses all that has
-arrived at once. This module ends slow connections and lets others take their turn. It subclasses uvicorn's protocol
-because no public setting bounds these. `limits.py` bounds the connections of each key.
+uvicorn waits without end for an incomplete request and for a client that reads nothing, and it parses all
+that has arrived at once. This module ends slow connections and lets others take their turn. It subclasses
+uvicorn's protocol because no public setting bounds these. `limits.py` bounds the connections of each key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from comfyfleet.hub.http.uvicorn_logging import UvicornLogger
 from comfyfleet.wire.route import LARGE_BYTES
 
 ANSWER = "comfyfleet.answer"
-"""Scope key of a function that writes head and body in one call to the kernel. Other servers do not set it."""
+"""Scope key of a function that writes head and body at once. Other servers do not set it."""
 
 _POLL_S = 1.0
 _RESERVED_FILES = 128
@@ -259,7 +259,7 @@ def _length_in(headers: list[tuple[bytes, bytes]]) -> int:
 async def _answer(
     cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]], body: bytes
 ) -> None:
-    """Does what the cycle's `send` does with both messages of an answer. The pipeline supplies all headers."""
+    """Like the cycle's `send` with both messages of an answer. The pipeline supplies all headers."""
     if cycle.flow.write_paused and not cycle.disconnected:
         await cycle.flow.drain()
     if cycle.disconnected:

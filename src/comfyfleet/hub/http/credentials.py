@@ -1,9 +1,9 @@
 """Authentication: a bearer key, a token in the query of a browser's stream, or an open hub on loopback. Pages
 also accept the key as a Basic password; other routes do not, because a browser would send it from any site.
 
-`tenancy/keys.py` checks keys. A valid key is cached for a few seconds: a key revoked at another hub stays valid that
-long. `RevocationWatch` rechecks the keys of open connections. The last functions decide which tenant owns a new job,
-and hide the jobs of other tenants without a request to their databases.
+`tenancy/keys.py` checks keys. A valid key is cached for a few seconds: a key revoked at another hub stays
+valid that long. `RevocationWatch` rechecks the keys of open connections. The last functions decide which
+tenant owns a new job, and hide the jobs of other tenants without a request to their databases.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Limits of the hub: sizes, numbers, times and rates. `wire/routes.py` bounds bodies; policy bounds jobs.
 
-`ConnectionLimits` counts connections that stay open: in total, per key and per address. `RateLimiter` counts the
-submissions of a tenant. Hubs on a shared store keep its token bucket in the document store, and each hub draws about
-one percent of the tokens at a time for its own use; together they never exceed the limit.
+`ConnectionLimits` counts connections that stay open: in total, per key and per address. `RateLimiter` counts
+the submissions of a tenant. Hubs on a shared store keep its token bucket in the document store, and each hub
+draws about one percent of the tokens at a time for its own use; together they never exceed the limit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BUDGET_RETRY_S = 2.0
 
 class HubLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: int = LARGE_BYTES
-    """Of a request as received, on routes that allow large bodies. `wire/routes.py` bounds all other routes."""
+    """As received, on routes that allow large bodies. `wire/routes.py` bounds all other routes."""
     max_unpacked_bytes: int = LARGE_BYTES
     max_depth: int = 80
     max_bodies_bytes: Annotated[int, Meta(ge=1)] = 256 * 1024 * 1024
@@ -64,7 +64,7 @@ class HubLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_held_per_address: int = 10_000
     """The same for one address, which may be a proxy's."""
     beat_s: float = 15.0
-    """How often an idle stream sends a sign of life, and how often the keys of open connections are checked."""
+    """How often an idle stream sends a comment, and how often keys of open connections are checked."""
     max_in_flight: int = 20_000
     """Requests in progress, parked ones included."""
     max_tenant_file_bytes: Annotated[int, Meta(ge=1)] | None = None
@@ -84,8 +84,8 @@ def subtract(counter: Counter[str], key: str, amount: int = 1) -> None:
 
 
 class ByteBudget:
-    """Limits the bytes held at a time: in total, and half of that for one holder. It refuses instead of queueing,
-    because a queue would hold the bytes that have arrived."""
+    """Limits the bytes held at a time: in total, and half of that for one holder. It refuses instead of
+    queueing, because a queue would hold the bytes that have arrived."""
 
     def __init__(self, most: int, of: str, holder: str) -> None:
         """`of` (what the bytes are) and `holder` (who holds them) are words for the message."""
@@ -190,8 +190,8 @@ class ConnectionLimits:
 
     @contextmanager
     def held(self, kind: Kind, key_id: str, address: str) -> Iterator[ConnectionSlot]:
-        """Counts a connection while it is open. Raises `unavailable` if the hub is full, and `rate_limited` if the
-        caller has too many."""
+        """Counts a connection while it is open. Raises `unavailable` if the hub is full, and
+        `rate_limited` if the caller has too many."""
         if self._held[kind] >= self._in_all[kind]:
             raise Refusal(
                 RefusalCode.UNAVAILABLE,

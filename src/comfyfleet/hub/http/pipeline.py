@@ -1,7 +1,7 @@
 """Takes a request through authentication, role check, bounds and decoding to its handler; encodes the answer.
 
-It knows the route table, not what handlers do. A handler returns a `Reply`, or an ASGI response (a stream, a file) that
-is sent unchanged. Every error becomes a problem document.
+It knows the route table, not what handlers do. A handler returns a `Reply`, or an ASGI response (a stream, a
+file) that is sent unchanged. Every error becomes a problem document.
 """
 
 from __future__ import annotations

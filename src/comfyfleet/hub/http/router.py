@@ -1,7 +1,7 @@
 """Finds the route of a path in a tree of segments, and decodes the query string into a typed value.
 
-The cost does not grow with the number of routes. An unknown name in a query is refused, so that no filter is silently
-ignored.
+The cost does not grow with the number of routes. An unknown name in a query is refused, so that no filter is
+silently ignored.
 """
 
 from __future__ import annotations

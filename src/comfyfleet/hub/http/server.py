@@ -33,7 +33,7 @@ class HubServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, because a hub may be part of another program. uvicorn has no setting for it."""
+    """Leaves signals to the process: a hub may be part of another program. uvicorn has no such setting."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Logs a client's protocol error as one INFO line, because an operator can do nothing about it.
 
-uvicorn logs it with a traceback, like a defect: invalid UTF-8, frames after the close, a client that left during its
-answer. Everything else is logged as before.
+uvicorn logs it with a traceback, like a defect: invalid UTF-8, frames after the close, a client that left
+during its answer. Everything else is logged as before.
 """
 
 from __future__ import annotations

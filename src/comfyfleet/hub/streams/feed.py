@@ -1,7 +1,7 @@
 """A feed of events, encoded once, that any number of watchers read at their own pace.
 
-A watcher is only a position in the feed, so a slow one costs no memory and delays nobody. The feed drops old entries
-that may be lost; facts stay.
+A watcher is only a position in the feed, so a slow one costs no memory and delays nobody. The feed drops old
+entries that may be lost; facts stay.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 _ENCODER = msgspec.json.Encoder()
 
 _PAUSE_S = 20e-6
-"""Pause for each watcher between two wake-ups. A write costs about half of it, so a feed with a thousand watchers is
-read at most every 20 ms and leaves half of the event loop to others."""
+"""Pause for each watcher between two wake-ups. A write costs about half of it, so a feed with a thousand
+watchers is read at most every 20 ms and leaves half of the event loop to others."""
 
 
 class FeedEntry:
@@ -82,7 +82,7 @@ class Feed:
         self.ring()
 
     def ring(self) -> None:
-        """Wakes the watchers once for all entries of one loop iteration, or of the pause after the last wake-up."""
+        """Wakes the watchers once for all entries of one loop iteration, or of the pause after it."""
         if not self._is_waking:
             self._is_waking = True
             loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
-"""One feed of all events in the fleet: facts and progress of jobs with tenant and metadata, and worker events.
+"""One feed of all events in the fleet: facts and progress of jobs with their metadata, and worker events.
 
-Best effort: a watcher that falls behind must read the lists again. Without watchers, nothing is read or encoded.
+Best effort: a watcher that falls behind must read the lists again. Without watchers, nothing is read or
+encoded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Label = tuple[TenantId | None, dict[str, Any] | None]
 
 
 class EventFilter:
-    """Selects the events for a watcher. `scope` is the only tenant that it may see; workers belong to no tenant."""
+    """Selects events for a watcher. `scope`: the only tenant it may see; workers belong to no tenant."""
 
     def __init__(self, query: EventsQuery, scope: TenantId | None) -> None:
         self._query = query

@@ -1,7 +1,8 @@
 """One channel for each watched job: its facts and latest progress, read from the store once for all watchers.
 
-The bus may lose a notification, so a channel also polls every few seconds. It reads facts from the store in order, and
-only the last fact says whether the job has ended. The end is published with its result (docs/decisions/0030).
+The bus may lose a notification, so a channel also polls every few seconds. It reads facts from the store in
+order, and only the last fact says whether the job has ended. The end is published with its result
+(docs/decisions/0030).
 """
 
 from __future__ import annotations
@@ -214,8 +215,8 @@ class JobChannel(Feed):
         self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self.look)
 
     async def _read(self) -> None:
-        """Reads the facts and then the job. If they disagree about the end, the job changed in between and both are
-        read again: the end is published with its result, or not yet."""
+        """Reads the facts and then the job. If they disagree about the end, the job changed in between and
+        both are read again: the end is published with its result, or not yet."""
         store = self._engine.store
         for _ in range(_TRIES):
             facts = await store.facts(self.job_id, self.last_published)

@@ -1,7 +1,8 @@
 """Server-Sent Events of one job, which `Last-Event-ID` resumes, and of the fleet.
 
-`job_channels.py` and `fleet_feed.py` encode each event once; here each watcher gets what it has not seen in one write.
-A comment keeps an idle connection open. A connection that reads nothing for a minute is closed and can resume.
+`job_channels.py` and `fleet_feed.py` encode each event once; here each watcher gets what it has not seen in
+one write. A comment keeps an idle connection open. A connection that reads nothing for a minute is closed and
+can resume.
 """
 
 from __future__ import annotations

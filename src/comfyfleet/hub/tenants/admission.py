@@ -1,8 +1,8 @@
-"""Admission control by the terms of tenants: submission rate and number of open jobs. Policy defines the terms.
+"""Admission control by tenants' terms: submission rate and number of open jobs. Policy defines the terms.
 
-The tenant's database counts open jobs. Between two counts, this hub hands out the capacity that it found, so concurrent
-submissions cannot exceed the limit. A hub on a shared store takes an eighth of the free capacity at a time, so hubs
-together may exceed the limit by that much.
+The tenant's database counts open jobs. Between two counts, this hub hands out the capacity that it found, so
+concurrent submissions cannot exceed the limit. A hub on a shared store takes an eighth of the free capacity
+at a time, so hubs together may exceed the limit by that much.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Handlers of credits, receipts, usage and accounting exports. A tenant sees its own data, without the operator's cost.
+"""Handlers of credits, receipts, usage and exports. A tenant sees its own data, without the operator's cost.
 
 `policy/accounting.py` defines postings; the tenant's database makes sure that each is entered once.
 """
@@ -231,7 +231,7 @@ class UsageHandlers:
         for pool, tenants in (await self._pools_of(tenant)).items():
             here = {each.tenant_id for each in tenants}
             database = await self._homes.pools.get(pool)
-            # Always by tenant: a moved tenant's lines are also in its old database, and count only in the new one.
+            # Always by tenant: the old database of a moved tenant still has lines, which must not count.
             some = await database.usage(
                 tenant, since=since, until=until, by=by | {"tenant"}, limit=_MAX_LINES + 1
             )

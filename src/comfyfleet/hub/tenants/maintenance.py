@@ -1,8 +1,8 @@
-"""Background jobs for tenants: relocation, deletion, review of waiting jobs after a change of terms, suspension of a
-tenant with poison workflows, and the time-out of jobs that no worker can run.
+"""Background jobs for tenants: relocation, deletion, review of waiting jobs after a change of terms,
+suspension of a tenant with poison workflows, and the time-out of jobs that no worker can run.
 
-If a hub stops in the middle, another one continues. Policy decides when to suspend. The store records since when no
-worker can run a class of jobs, so the time survives a restart; one hub at a time checks it.
+If a hub stops in the middle, another one continues. Policy decides when to suspend. The store records since
+when no worker can run a class of jobs, so the time survives a restart; one hub at a time checks it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class TenantMaintenance(BackgroundJob):
 
     async def _delete(self, tenant: Tenant, mine: Claim) -> None:
         tenant_id = tenant.tenant_id
-        # This may take long, with many attempts while the tenant's database is away; the audit log records its end.
+        # This may take many attempts while the tenant's database is away; the audit log records its end.
         await self._deletion.leave(tenant, mine)
         entry = AuditEntry(0.0, "hub", None, "tenant_deleted", tenant_id, tenant_id)
         await self._audit.operation(entry, lambda: self._deletion.forget(tenant_id), lambda _: None)

@@ -1,7 +1,8 @@
 """Delivers facts of jobs to webhooks: from the engine through the outbox to the receivers.
 
-Each hub enters the facts of its own engine at once. Facts that no hub noticed are found by reading the outbox entries
-of jobs. There is no leader: a hub claims a delivery before it sends it. `sender.py` limits concurrent calls.
+Each hub enters the facts of its own engine at once. Facts that no hub noticed are found by reading the outbox
+entries of jobs. There is no leader: a hub claims a delivery before it sends it. `sender.py` limits concurrent
+calls.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class WebhookDispatcher:
         self._leave_bus = engine.bus.listen(self._on_event)
 
     async def announce(self, submission: Submission, job_id: JobId, round_: int) -> None:
-        """Called before the round is stored. Raises `ForbiddenUrl` for a URL that is never called, and `queue_full` if
-        the tenant has too many pending deliveries. A retry of an accepted job is always allowed."""
+        """Called before the round is stored. Raises `ForbiddenUrl` for a URL that is never called, and
+        `queue_full` if the tenant has too many pending deliveries. A retry of an accepted job is always
+        allowed."""
         subscriptions = await self._webhooks.hearing(submission.tenant)
         own = submission.webhook
         if round_ == 1:

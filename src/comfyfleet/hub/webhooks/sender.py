@@ -1,7 +1,7 @@
 """Sends webhook deliveries: claims one, signs and posts it, and records the result.
 
-`OutgoingCalls` limits concurrent calls per host, per owner and in total, so a slow receiver delays only itself.
-`PendingDeliveries` counts what waits for each tenant. `dispatcher.py` decides when to send, and
+`OutgoingCalls` limits concurrent calls per host, per owner and in total, so a slow receiver delays only
+itself. `PendingDeliveries` counts what waits for each tenant. `dispatcher.py` decides when to send, and
 `policy/webhook_delivery.py` what follows from an attempt.
 """
 
@@ -105,8 +105,8 @@ class ConcurrentTests:
 
 
 class OutgoingCalls:
-    """`work` makes the call of that name and must not raise. Calls beyond a limit wait in bounded queues; the caller
-    offers a call again that did not fit."""
+    """`work` makes the call of that name and must not raise. Calls beyond a limit wait in bounded queues;
+    the caller offers a call again that did not fit."""
 
     def __init__(
         self, work: Callable[[str], Coroutine[Any, Any, None]], bounds: OutgoingLimits | None = None

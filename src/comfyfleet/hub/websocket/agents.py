@@ -1,7 +1,7 @@
-"""Agents over one WebSocket: the worker API as over HTTP. Each message is a call, each answer repeats its number.
+"""Agents over one WebSocket: the worker API as over HTTP. A message is a call; its answer repeats its number.
 
-`hub/workers.py` handles the calls. This module limits them: parked polls wait beside other calls, and a connection that
-sends too fast is not read. Leases outlive the connection.
+`hub/workers.py` handles the calls. This module limits them: parked polls wait beside other calls, and a
+connection that sends too fast is not read. Leases outlive the connection.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class AgentSession:
         try:
             await self._line.run(receive, self._on_message)
         finally:
-            # A parked poll is an idle slot and ends with its connection. A report is completed, even if nobody
-            # reads the answer.
+            # A parked poll is an idle slot and ends with its connection. A report is completed, though
+            # nobody reads the answer.
             for task in list(self._parked.values()):
                 task.cancel()
             if under_way := {*self._parked.values(), *self._at_work}:

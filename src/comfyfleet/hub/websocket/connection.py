@@ -1,8 +1,9 @@
-"""A WebSocket connection: reads a little at a time, and no faster than messages are handled and answers are read.
+"""A WebSocket connection: reads in small steps, no faster than messages are handled and answers read.
 
-uvicorn parses all that has arrived at once, which may be forty thousand empty frames or many compressed messages of
-sixteen megabytes. `WebSocketConnection` subclasses uvicorn's protocol because no public setting bounds this.
-`WebSocketChannel` has one reader and one writer; `sessions.py` and `agents.py` give messages their meaning.
+uvicorn parses all that has arrived at once, which may be forty thousand empty frames or many compressed
+messages of sixteen megabytes. `WebSocketConnection` subclasses uvicorn's protocol because no public setting
+bounds this. `WebSocketChannel` has one reader and one writer; `sessions.py` and `agents.py` give messages
+their meaning.
 """
 
 from __future__ import annotations

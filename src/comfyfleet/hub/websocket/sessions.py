@@ -1,7 +1,7 @@
 """The WebSocket at `/hub`: authentication, and the messages of callers and monitors.
 
-`workers.py` handles the messages of workers, `agents.py` the subprotocol of agents, `connection.py` reads and writes. A
-message that is not valid gets an `error` answer; a slow reader loses progress events.
+`workers.py` handles the messages of workers, `agents.py` the subprotocol of agents, `connection.py` reads and
+writes. A message that is not valid gets an `error` answer; a slow reader loses progress events.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The old WebSocket messages of workers, and the commands of operators to workers and the queue.
 
-An old worker does not know leases: the connection remembers the leases that it gave out and proves them for the worker.
-After a reconnect, the worker must send the `lease` that came with its job.
+An old worker does not know leases: the connection remembers the leases that it gave out and proves them for
+the worker. After a reconnect, the worker must send the `lease` that came with its job.
 """
 
 from __future__ import annotations
