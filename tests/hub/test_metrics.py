@@ -113,7 +113,7 @@ async def test_a_scrape_is_as_long_for_many_workers_workflows_and_tenants_as_for
     await scrape(rig)
     of_one = await scrape(rig)
     await grow(*range(1, 40))
-    kept = rig.engine.store._kept  # type: ignore[attr-defined]
+    kept = rig.engine.store._state  # type: ignore[attr-defined]
     monkeypatch.setattr(kept, "entries", NotListed(kept.entries))
     of_many = await scrape(rig)
     assert (of_many["workers{idle}"], of_many["jobs{queued}"]) == (40, 80)
