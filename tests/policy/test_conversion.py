@@ -202,7 +202,7 @@ def test_a_circle_of_reroutes_is_refused() -> None:
     editor.wire(first, 0, second, "")
     editor.wire(second, 0, first, "")
     editor.wire(second, 0, places["sampler"], "negative", "CONDITIONING")
-    with pytest.raises(InvalidWorkflow, match="circle"):
+    with pytest.raises(InvalidWorkflow, match="cycle"):
         convert(editor)
 
 
@@ -373,7 +373,7 @@ def test_a_group_node_is_refused_by_name(kind: str) -> None:
 def test_a_workflow_of_notes_alone_is_refused() -> None:
     editor = Editor()
     editor.node("Note", ["hello"])
-    with pytest.raises(InvalidWorkflow, match="Nothing in this workflow would run"):
+    with pytest.raises(InvalidWorkflow, match="This workflow has nothing to run"):
         convert(editor)
 
 

@@ -43,20 +43,26 @@ def nested(levels: int) -> Any:
         (b"null", "but this is null"),
         (b"3", "but this is a number"),
         (b"true", "but this is a boolean"),
-        (b"{not json", "not JSON that can be read"),
-        ("{", "not JSON that can be read"),
-        (b"\xff", "not JSON that can be read"),
-        (b'{"1":{"class_type":"A","inputs":{"x":NaN}}}', "NaN, infinities and lone surrogates are not JSON"),
-        (b'{"1":{"class_type":"A","inputs":{"x":1e999}}}', "not JSON that can be read"),
-        (b'{"1":{"class_type":"A","inputs":{"x":"\\ud800"}}}', "lone surrogates are not JSON"),
-        ('{"1":{"class_type":"A","inputs":{"x":"\ud800"}}}', "lone surrogates are not JSON"),
+        (b"{not json", "is not valid JSON"),
+        ("{", "is not valid JSON"),
+        (b"\xff", "is not valid JSON"),
+        (b'{"1":{"class_type":"A","inputs":{"x":NaN}}}', "JSON has no NaN, infinities and lone surrogates"),
+        (b'{"1":{"class_type":"A","inputs":{"x":1e999}}}', "is not valid JSON"),
+        (
+            b'{"1":{"class_type":"A","inputs":{"x":"\\ud800"}}}',
+            "JSON has no NaN, infinities and lone surrogates",
+        ),
+        (
+            '{"1":{"class_type":"A","inputs":{"x":"\ud800"}}}',
+            "JSON has no NaN, infinities and lone surrogates",
+        ),
         (b"[" * 100_000, "nested deeper than"),
         ({}, "has no nodes"),
         (
             {"last_node_id": 2, "nodes": [], "links": [], "version": 0.4},
             r"save it with 'Export \(API\)'",
         ),
-        ({"prompt": {"1": NODE}, "client_id": "x"}, "pass the content of its 'prompt' alone"),
+        ({"prompt": {"1": NODE}, "client_id": "x"}, "pass only the content of its 'prompt'"),
         ({1: NODE}, "Node ids are strings, but 1 is int"),
     ],
 )
@@ -89,9 +95,9 @@ def test_a_value_that_is_neither_mapping_nor_text_is_refused() -> None:
             "linked_node_missing",
             "node '77', which is not in",
         ),
-        ({"class_type": "A", "inputs": {"x": ["euler", 0.5]}}, "linked_node_missing", "always a wire"),
+        ({"class_type": "A", "inputs": {"x": ["euler", 0.5]}}, "linked_node_missing", "always a link"),
         *(
-            ({"class_type": "A", "inputs": {"x": value}}, "value_looks_like_link", "Input 'x' holds the list")
+            ({"class_type": "A", "inputs": {"x": value}}, "value_looks_like_link", "Input 'x' has the list")
             for value in (
                 {"__value__": ["a", 1]},
                 {"__value__": ["1", 0]},
@@ -180,7 +186,7 @@ def test_the_number_of_nodes_is_bounded() -> None:
 
 def test_the_length_of_chains_is_bounded() -> None:
     parse_workflow(chain(400))
-    with pytest.raises(InvalidWorkflow, match="longest chain of wires has 401 nodes, and at most 400"):
+    with pytest.raises(InvalidWorkflow, match="longest chain of links has 401 nodes, and at most 400"):
         parse_workflow(chain(401))
     with pytest.raises(InvalidWorkflow, match="at most 2 are allowed"):
         parse_workflow(chain(3), max_chain=2)
@@ -334,7 +340,7 @@ def test_a_changed_input_is_checked() -> None:
         with_input(text_to_image(), "4", "ckpt_name", ["8", 0])
     with pytest.raises(InvalidWorkflow, match="nan is not a JSON number"):
         with_input(text_to_image(), "3", "cfg", float("nan"))
-    with pytest.raises(InvalidWorkflow, match="There is no node '99'"):
+    with pytest.raises(InvalidWorkflow, match="The workflow has no node '99'"):
         with_input(text_to_image(), "99", "cfg", 1)
 
 

@@ -1,6 +1,6 @@
-"""Who asks, and what that entitles to: the five roles, the key that proves one, and whoever stands at the door.
+"""Identities and permissions: roles, API keys, enrolment tokens, callers and audit entries.
 
-How a key is made and kept is `tenancy/keys.py`'s; which role may call what is the table in `wire/routes.py`.
+`tenancy/keys.py` creates and stores keys. The table in `wire/routes.py` says which role may call which route.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ class Role(StrEnum):
     ADMIN = "admin"
     """Everything, keys included."""
     OPERATOR = "operator"
-    """Every tenant's jobs and the whole fleet."""
+    """The jobs of all tenants, and the whole fleet."""
     TENANT = "tenant"
     """The jobs of one tenant."""
     VIEWER = "viewer"
-    """Looks and changes nothing; at one tenant's jobs where the key names one."""
+    """Read only. A key that names a tenant sees only the jobs of this tenant."""
     WORKER = "worker"
-    """The workers' door and nothing else."""
+    """Only the worker API."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A key as it is kept: what it entitles to, and a digest instead of its secret."""
+    """A stored key. It has a digest in place of the secret."""
 
     key_id: str
     role: Role
@@ -35,17 +35,16 @@ class ApiKey(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     tenant: TenantId | None = None
     worker_id: WorkerId | None = None
-    """A worker's key may be good for one worker alone."""
+    """The only worker that may use this key. None: any worker."""
     expires_at: float | None = None
     revoked_at: float | None = None
     old_digest: str | None = None
-    """The secret before the last rotation …"""
+    """The digest of the secret before the last rotation. It is valid until `old_until`."""
     old_until: float | None = None
-    """… and until when it still opens."""
 
 
 class Enrolment(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What lets new workers fetch keys of their own: so many, until then, under names that begin like this."""
+    """A token with which new workers fetch their own keys."""
 
     token_id: str
     digest: str
@@ -54,28 +53,28 @@ class Enrolment(msgspec.Struct, frozen=True, omit_defaults=True):
     uses_left: int = 1
     worker_prefix: str = ""
     replaces: bool = False
-    """Whether it gives a new key to a worker that has one, whose old ones end."""
+    """It may give a new key to a known worker. The old keys of this worker end then."""
 
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who changed what, when, and what came of it."""
+    """One entry of the audit log."""
 
     at: float
     key_id: str
     role: Role | None
-    """None: no key was asked for."""
+    """None: the hub asks for no keys."""
     action: str
-    """The name of the route, or the type of the message."""
+    """The route name or the message type."""
     target: str = ""
     tenant: TenantId | None = None
     request_id: str = ""
     address: str = ""
     outcome: str = ""
-    """`done`, or the code of the problem. Empty: it was begun, and whether it was done is not known."""
+    """`done` or a problem code. Empty: the action began, and its result is not known."""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Whoever stands at the door, as the credential says and never as the body does."""
+    """The caller of a request. All fields come from the credential, never from the body."""
 
     role: Role
     key_id: str = ""
@@ -84,12 +83,12 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def scope(self) -> TenantId | None:
-        """Whose jobs it sees. None: everybody's."""
+        """The tenant whose jobs this caller sees. None: all tenants."""
         return None if self.role in (Role.ADMIN, Role.OPERATOR) else self.tenant
 
     @property
     def owner(self) -> TenantId:
-        """Whose a job is that this caller submits."""
+        """The tenant that owns the jobs which this caller submits."""
         return self.tenant or DEFAULT_TENANT
 
     def sees(self, tenant: TenantId) -> bool:

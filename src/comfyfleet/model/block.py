@@ -1,7 +1,7 @@
-"""A block: this worker does not get this target until then.
+"""A block keeps a target from a worker until a time.
 
-The target is a workflow hash (for every tenant), the workflow hash of one tenant (`tenant_target`), or one job ("not on
-this worker again"). A record below the threshold only counts: it blocks nobody, and reading it changes nothing.
+The target is a workflow hash (for all tenants), a workflow hash of one tenant (`tenant_target`), or one job.
+A record below the failure threshold only counts failures and blocks nothing.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import msgspec
 from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 
 EVERY_WORKER = WorkerId("*")
-"""Stands for all of them: no worker gets what is blocked here."""
+"""This id stands for all workers."""
 
 UNTIL_LIFTED = 253_402_300_799.0
-"""The end of a block that has none: the last second of the year 9999, as every store can keep it."""
+"""The end of a block without an end: the last second of the year 9999, which every store can represent."""
 
-# Stores in other languages compose the same text: neither a hash nor a job id contains the sign.
-_OF = "@"
+_TENANT_SEPARATOR = "@"
 
 
 def tenant_target(workflow_hash: WorkflowHash, tenant: TenantId) -> str:
-    """A workflow as one tenant submits it: a hash ignores values, so one tenant's say nothing about another's."""
-    return f"{workflow_hash}{_OF}{tenant}"
+    """A workflow of one tenant. The hash ignores input values, so failures of one tenant say nothing about others."""
+    return f"{workflow_hash}{_TENANT_SEPARATOR}{tenant}"
 
 
 def whose_target(target: str) -> tuple[WorkflowHash, TenantId]:
-    """Of a target that `tenant_target` made."""
-    workflow_hash, _, tenant = target.partition(_OF)
+    """The inverse of `tenant_target`."""
+    workflow_hash, _, tenant = target.partition(_TENANT_SEPARATOR)
     return WorkflowHash(workflow_hash), TenantId(tenant)
 
 
@@ -38,14 +37,14 @@ class BlockReason(StrEnum):
     FAILURES = "failures"
     OUT_OF_MEMORY = "out_of_memory"
     INVENTORY = "inventory"
-    """Something is not installed; lifted when the worker's inventory changes."""
+    """A node or model is missing. A change of the worker's inventory lifts the block."""
     REFUSED = "refused"
-    """The server's versions of the nodes do not accept the workflow; lifted when the worker's inventory changes."""
+    """The server's node versions do not accept the workflow. A change of the inventory lifts the block."""
     JOB = "job"
-    """One job is kept off one worker while another can run it."""
+    """One job avoids one worker while another worker can run it."""
     OPERATOR = "operator"
     SERVER_DIED = "server_died"
-    """Servers died while they ran it; until an operator lifts it."""
+    """Servers died while they ran the workflow. Only an operator lifts the block."""
 
 
 class Pair(NamedTuple):
@@ -59,10 +58,10 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: BlockReason
     failures: int = 0
     blocked_until: float | None = None
-    """None: only counting so far."""
+    """None: this record only counts failures."""
     missing: tuple[str, ...] = ()
     made_at: float = 0.0
-    """Of a block that is lifted by hand. 0: not known."""
+    """Set for blocks that an operator lifts. 0: not known."""
 
     @property
     def pair(self) -> Pair:
@@ -70,19 +69,19 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def names_job(self) -> bool:
-        """Whether its target is one job. The ids of jobs have dashes, and hashes have none."""
+        """Whether the target is one job. Job ids contain dashes and hashes do not."""
         return self.reason is BlockReason.JOB or (self.reason is BlockReason.REFUSED and "-" in self.target)
 
     @property
     def workflow_hash(self) -> WorkflowHash:
-        """Of a block whose target is no job."""
-        return WorkflowHash(self.target.partition(_OF)[0])
+        """Valid only if the target is not a job."""
+        return whose_target(self.target)[0]
 
     @property
     def tenant(self) -> TenantId | None:
-        """None: it counts for everybody, or for one job."""
-        return TenantId(self.target.partition(_OF)[2]) or None
+        """None: the block applies to all tenants, or to one job."""
+        return whose_target(self.target)[1] or None
 
     def is_in_force(self, now: float) -> bool:
-        """A worker is available again at exactly `blocked_until`."""
+        """The block ends exactly at `blocked_until`."""
         return self.blocked_until is not None and now < self.blocked_until

@@ -1,8 +1,6 @@
-"""What crosses the two doors: the requests and answers of `JobApi` and `WorkerApi` as plain values.
+"""Requests and replies of `JobApi` and `WorkerApi` as plain values, without knowledge of a transport.
 
-The engine takes and gives them in process; over HTTP the same values are encoded. No transport is known here.
-
-Everything a store keeps of one job: what another store needs to go on with it as if nothing had happened.
+The engine uses these values in process. Over HTTP the same values are encoded.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ class Submitted(msgspec.Struct, frozen=True, omit_defaults=True):
     workflow_hash: WorkflowHash
     seeds: dict[str, int] | None = None
     unworkable: tuple[str, ...] = ()
-    """What keeps the nearest worker from it; a warning, not a refusal, unless the caller asked for one."""
+    """Why the nearest worker cannot take the job: a warning, unless the caller set `require_workable`."""
     is_repeat: bool = False
     retry_requested: bool = False
-    """It runs, and is to run again once its worker has stopped it."""
+    """The job is running. It runs again when its worker has stopped it."""
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """A job as its caller sees it: the record, the routing state, every attempt."""
+    """A job as its caller sees it: the record, the dispatch, all attempts."""
 
     job: Job
     dispatch: Dispatch
@@ -51,7 +49,7 @@ class JobView(msgspec.Struct, frozen=True):
 
     @property
     def worker_id(self) -> WorkerId | None:
-        """Who runs it, or ran it last."""
+        """The worker that runs the job or ran it last."""
         if self.dispatch.lease is not None:
             return self.dispatch.lease.worker_id
         if self.job.worker_id is None and self.dispatch.phase.is_final and self.attempts:
@@ -60,19 +58,19 @@ class JobView(msgspec.Struct, frozen=True):
 
     @property
     def started_at(self) -> float | None:
-        """Of the run it is in, or ended with. None while it waits, and where that run never began."""
+        """The start of the current or last run. None if the job waits or this run did not begin."""
         return self.job.started_at if self._has_begun(self.job.started_at) else None
 
     @property
     def prompt_id(self) -> str | None:
-        """As `started_at`."""
+        """The prompt id of the current or last run, or None as for `started_at`."""
         run = self._attempt_id
         if self.dispatch.phase is Phase.QUEUED or (run and self.job.prompt_id != prompt_id_of(run)):
             return None
         return self.job.prompt_id
 
     def _has_begun(self, started_at: float | None) -> bool:
-        """Whether that is a time within the run it is in, or ended with."""
+        """Whether `started_at` belongs to the current or last run, not to an earlier one."""
         if started_at is None or self.dispatch.phase is Phase.QUEUED:
             return False
         if self.dispatch.lease is not None:
@@ -87,7 +85,7 @@ class JobView(msgspec.Struct, frozen=True):
 
 
 class JobFilter(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which jobs a list shows. What is None or empty lets every job through."""
+    """Which jobs a list shows. A field that is None or empty does not filter."""
 
     tenant: TenantId | None = None
     phase: Phase | None = None
@@ -96,11 +94,11 @@ class JobFilter(msgspec.Struct, frozen=True, omit_defaults=True):
     submitted_after: float | None = None
     submitted_before: float | None = None
     unrunnable: bool = False
-    """Only those that wait though no worker which is here may take them."""
+    """Only jobs that wait and that no connected worker may take."""
 
 
 class JobPage(msgspec.Struct, frozen=True):
-    """`after` is where the next page begins. None: this was the last."""
+    """`after` is the cursor of the next page. None: this is the last page."""
 
     jobs: tuple[Job, ...]
     after: JobId | None = None
@@ -112,13 +110,13 @@ class CancelReply(msgspec.Struct, frozen=True):
 
 
 class WorkerMismatch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why one worker does not take the job: the first reason and all of them."""
+    """Why one worker does not take the job: the first reason and all reasons."""
 
     worker_id: WorkerId
     reason: str
     reasons: tuple[str, ...] = ()
     count: int = 1
-    """Of workers that the caller does not know by name, how many have these reasons."""
+    """How many workers have these reasons. Workers that the caller may not name are counted together."""
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -130,12 +128,12 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     workers: tuple[WorkerMismatch, ...] = ()
     able: tuple[WorkerId, ...] = ()
     able_others: int = 0
-    """How many can take it beside those that the caller knows by name."""
+    """How many further workers can take the job, which the caller may not see by name."""
     nearest: WorkerId | None = None
     position: int | None = None
     estimated_start_s: float | None = None
     id: JobId | None = None
-    """The same as `job_id`, as every other answer about a job has it."""
+    """The same as `job_id`. Every other reply about a job has this field."""
 
 
 class RegisterWorker(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -144,9 +142,9 @@ class RegisterWorker(msgspec.Struct, frozen=True, omit_defaults=True):
     slots: int = 1
     live: LiveState = LiveState()
     instance: str = ""
-    """Which agent it is, the same after a restart where it ran. Empty: it does not say."""
+    """Identifies the agent. It stays the same after a restart on the same machine. Empty: not given."""
     offline_reason: str = ""
-    """Why its server cannot be used, where none of it ever could: the worker is known, and takes nothing."""
+    """Why none of its servers could be used yet. The worker is registered but takes no jobs."""
 
 
 class Poll(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -155,11 +153,11 @@ class Poll(msgspec.Struct, frozen=True, omit_defaults=True):
     wait_s: float = 30.0
     instance: str = ""
     current_load: int | None = None
-    """How many of its slots are taken, as it says itself. None: all but those that ask here."""
+    """How many slots are in use, according to the worker. None: all slots except those that poll."""
 
 
 class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A lease with what its holder needs to run the job."""
+    """A lease with everything that the worker needs to run the job."""
 
     ref: LeaseRef
     worker_id: WorkerId
@@ -172,19 +170,18 @@ class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
     include_outputs: tuple[str, ...] = ()
     attachments: tuple[Attachment, ...] = ()
     inputs: tuple[InputFile, ...] = ()
-    """Files to fetch from the hub before the run."""
+    """Files that the worker fetches from the hub before the run."""
     fetched: tuple[FetchedFile, ...] = ()
-    """Those that its worker has fetched; on its own disk, never on a wire."""
+    """Input files on the worker's disk. They are never sent."""
     attempt: int = 1
     metadata: dict[str, Any] | None = None
     traceparent: str | None = None
-    """The trace that the job belongs to (W3C)."""
+    """W3C trace context of the job."""
     payload_sha256: str | None = None
-    """In hexadecimal. The agent runs nothing else (`model/payload_digest.py`). None: a hub that does not say."""
+    """Hexadecimal. The agent runs only a payload with this digest. None: the hub sends no digest."""
     tenant: TenantId = DEFAULT_TENANT
     priority: int = 0
     requirements: Requirements = Requirements()
-    """As the caller asked."""
 
     @property
     def job_id(self) -> JobId:
@@ -200,7 +197,7 @@ ACTIONS: frozenset[str] = frozenset(get_args(Action))
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker is told with any answer it gets."""
+    """An instruction to a worker. Any reply to the worker can carry it."""
 
     action: Action
     job_id: JobId | None = None
@@ -209,18 +206,18 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer to a heartbeat: which leases live on, which are lost, and what to do."""
+    """The reply to a heartbeat: extended leases, lost leases, and commands."""
 
     ttl_s: float
     alive: tuple[LeaseRef, ...] = ()
     lost: tuple[LeaseRef, ...] = ()
     commands: tuple[Command, ...] = ()
     missing: tuple[str, ...] = ()
-    """Node classes and models that jobs wait for and this worker does not have: to be looked for while that is so."""
+    """Node classes and models that this worker lacks and that waiting jobs need. The agent looks for them again."""
 
 
 class ProgressReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """News from a running attempt."""
+    """Progress of a running attempt. It may be lost."""
 
     ref: LeaseRef
     kind: ProgressKind
@@ -241,39 +238,39 @@ class FailureReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Release(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The worker gives the lease back. `cancelled` confirms that the run was stopped."""
+    """The worker returns the lease. `cancelled` confirms that the run was stopped."""
 
     ref: LeaseRef
     reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
 
 
 class ReportReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer to a report that ends a lease."""
+    """The reply to a report that ends a lease."""
 
     phase: Phase
     will_retry: bool = False
 
 
 class PendingRegistration(msgspec.Struct, frozen=True):
-    """A worker without an engine of its own that waits to be admitted, or to be let go."""
+    """A direct worker that waits for its registration or deregistration."""
 
     worker_id: WorkerId
     text: bytes
-    """What it declares, as it was written. Empty: it leaves."""
+    """The declaration as the worker wrote it. Empty: it deregisters."""
     call: RegisterWorker | None = None
     problem: str = ""
-    """Why what it declares cannot be read."""
+    """Why the declaration cannot be read."""
 
 
 class DirectWorkerFailure(msgspec.Struct, frozen=True):
-    """A failure that a worker without an engine has told, and that waits for a verdict."""
+    """A failure that a direct worker has reported and that an engine must handle."""
 
     text: bytes
     call: FailureReport
 
 
 class DirectWorkerCompletion(msgspec.Struct, frozen=True):
-    """A run that a worker without an engine completed, and that there may be something to learn from."""
+    """A run that a direct worker completed. An engine adds it to the workflow statistics."""
 
     job_id: JobId
     worker_id: WorkerId
@@ -291,28 +288,30 @@ class QueueStats(msgspec.Struct, frozen=True):
     workers: int
     idle_slots: int
     payload_bytes: int
-    """What the payloads of all jobs that are open take."""
+    """The size of the payloads of all open jobs."""
 
 
 class DirectWorkerBacklog(msgspec.Struct, frozen=True):
-    """What workers without an engine have left for one to do."""
+    """Work that direct workers leave to an engine."""
 
     applicants: tuple[PendingRegistration, ...] = ()
     reports: tuple[DirectWorkerFailure, ...] = ()
     seen: Mapping[WorkerId, float] = {}
-    """When each of them last called."""
+    """When each direct worker last called."""
     finished: int = 0
-    """How many of their runs nobody has learned from yet."""
+    """How many completed runs are not in the workflow statistics yet."""
 
 
 class RunningAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a service knows of an attempt: `unknown`, `waiting`, `running`, or how it ended."""
+    """The state of an attempt at a service: `unknown`, `waiting`, `running`, or its outcome."""
 
     state: str
     result: JobResult | None = None
 
 
 class JobSnapshot(msgspec.Struct, frozen=True):
+    """Everything that a store holds of one job, so that another store can continue it."""
+
     dispatch: Dispatch
     job: Job
     facts: tuple[Fact, ...]

@@ -1,11 +1,7 @@
-"""One text for one JSON value: the bytes that hashes and keys are computed over.
+"""Canonical JSON: the bytes that hashes and keys are computed over. docs/workflow-hash.md specifies it.
 
-Owns the canonical form (docs/workflow-hash.md is its specification). What the bytes are hashed for, and which
-parts of a value take part, is the business of those who call.
-
-The form is RFC 8785 with two differences, both for the sake of seeds above 2**53. Every integral number is written
-with all its digits, whether it arrived as an integer or as a float, so that numbers that are equal have one text. And
-keys are sorted by code point, which is also the order of their UTF-8 bytes.
+The form is RFC 8785 with two differences, because seeds can exceed 2**53. Integral numbers have all their digits,
+whether they arrive as integer or float. Keys are sorted by code point, which is also the order of their UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -17,25 +13,25 @@ from typing import Any
 
 MAX_NESTING = 64
 MAX_INTEGER_BITS = 1024
-"""Every finite double fits. Without a bound of our own the interpreter's limit on digits would decide."""
+"""Every finite double fits. Without this bound the interpreter's limit on digits would apply."""
 
 
 class NotCanonicalError(ValueError):
-    """The value has no canonical JSON text; the message says which part and why. The caller has to change it."""
+    """The value has no canonical JSON text. The message names the part and the reason."""
 
 
 def canonical_json(value: Any, *, max_nesting: int = MAX_NESTING) -> bytes:
-    """The canonical UTF-8 text of a JSON value. Raises `NotCanonicalError` for whatever JSON cannot carry."""
+    """Encode a JSON value in canonical form. Raises `NotCanonicalError` for a value that is not JSON."""
     parts: list[str] = []
     _write(value, parts.append, max_nesting)
     try:
         return "".join(parts).encode()
     except UnicodeEncodeError as error:
-        raise NotCanonicalError("a string holds a lone surrogate, which UTF-8 cannot carry") from error
+        raise NotCanonicalError("a string contains a lone surrogate, which UTF-8 cannot encode") from error
 
 
 def check_canonical(value: Any, *, max_nesting: int = MAX_NESTING) -> None:
-    """Raises what `canonical_json` would, and writes nothing: a text of megabytes takes no time and no memory."""
+    """Raise what `canonical_json` would raise, without building the text."""
     kind = type(value)
     if value is None or kind is bool or (kind is str and value.isascii()):
         return
@@ -55,7 +51,7 @@ def check_canonical(value: Any, *, max_nesting: int = MAX_NESTING) -> None:
 
 
 def canonical_number(number: int | float) -> str:
-    """The text of a number: all digits if it is integral, else the shortest form as ECMAScript writes it."""
+    """All digits for an integral number, else the shortest form as ECMAScript writes it."""
     if isinstance(number, float):
         if not isfinite(number):
             raise NotCanonicalError(f"{number} is not a JSON number: use a finite number or null")
@@ -71,8 +67,8 @@ def _fraction(number: float) -> str:
     text = float.__repr__(number)
     if "e" not in text:
         return text
-    # Only small numbers get here, as every double from 2**52 on is integral: Python turns to exponents below 1e-4
-    # and pads them to two digits, ECMAScript does so below 1e-6 and without padding.
+    # Only small numbers get here, as every double from 2**52 on is integral. Python uses exponents below 1e-4 and
+    # pads them to two digits. ECMAScript uses exponents below 1e-6, without padding.
     mantissa, _, exponent = text.partition("e")
     power = int(exponent)
     if power < -6:
@@ -135,7 +131,7 @@ def _write_array(value: Any, write: Callable[[str], None], room: int) -> None:
 
 
 def _write_relative(value: Any, write: Callable[[str], None], room: int) -> None:
-    """Subclasses and read-only views of the plain types: rare, so they are not in the way of the others."""
+    """Write subclasses and read-only views of the plain types. They are rare, so they come last."""
     if isinstance(value, str):
         write(encode_basestring(str.__str__(value)))
     elif isinstance(value, int | float):

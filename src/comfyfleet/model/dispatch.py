@@ -1,7 +1,7 @@
-"""The broker's routing envelope for a job, and the lease on it. No payload: blobs never enter the queue store.
+"""The dispatch: the routing state of a job, its lease and its attempts. It holds no payload.
 
-A change of a dispatch is a value (`Change`) that policy makes and a store applies under a `Guard`. Stores compare and
-keep; they never decide.
+A change of a dispatch is a value (`Change`) that policy computes and a store applies under a `Guard`. Stores compare
+and save; they never decide.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from comfyfleet.model.ids import (
 from comfyfleet.model.tenant import DEFAULT_CHARGE_S
 
 TOMBSTONE_S = 60.0
-"""So long the end of a dispatch whose record lies apart is kept once it is settled: a relay gives up what it read more
-than 30 s ago (decision 0015), and one that was held up for less must find the end, or it would bring the round back."""
+"""How long a store keeps an ended dispatch after its tenant database has settled it. The outbox relay discards what
+it read more than 30 s ago (decision 0015); a relay that was delayed less must find the end, not reopen the round."""
 
 
 class Phase(StrEnum):
@@ -46,7 +46,7 @@ class Phase(StrEnum):
 
 
 class Readiness(StrEnum):
-    """Where a queued dispatch stands. Only one that stands in its lane can be leased."""
+    """Whether a queued dispatch can be leased: only `in_lane` can."""
 
     IN_LANE = "in_lane"
     DELAYED = "delayed"
@@ -54,17 +54,17 @@ class Readiness(StrEnum):
 
 
 class Stop(StrEnum):
-    """Why the worker of a running job is to stop it."""
+    """Why the worker must stop a running job."""
 
     CANCEL = "cancel"
     PAUSE = "pause"
-    """It waits as paused then."""
+    """The job is paused afterwards."""
     RETRY = "retry"
-    """It waits at its place in line then, for a new attempt."""
+    """The job returns to its place in the queue for a new attempt."""
 
 
 class LaneKey(NamedTuple):
-    """Jobs that no lease can tell apart except by age."""
+    """Jobs with equal keys differ only by age for a lease."""
 
     class_key: ClassKey
     tenant: TenantId
@@ -73,7 +73,7 @@ class LaneKey(NamedTuple):
 
 
 class LeaseRef(msgspec.Struct, frozen=True, gc=False):
-    """What a worker shows to prove that a lease is its own. Number and epoch are the fencing token."""
+    """A worker's proof that it holds a lease. Number and epoch are the fencing token."""
 
     job_id: JobId
     round: int
@@ -95,19 +95,19 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     leased_at: float
     expires_at: float
     is_acknowledged: bool = False
-    """The first heartbeat came. Until then the lease is short and its end costs nobody anything."""
+    """The first heartbeat arrived. Until then the lease is short and its expiry is charged to nobody."""
 
 
 class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """At most about a kilobyte, whatever the job carries."""
+    """At most about a kilobyte, independent of the payload."""
 
     job_id: JobId
     class_key: ClassKey
     workflow_hash: WorkflowHash
     priority: int
-    """Effective: what the store orders by."""
+    """The effective priority, by which the store orders."""
     sequence: int = 0
-    """The place in line, given at the first enqueue and kept through retries."""
+    """The place in the queue. The first enqueue assigns it, and retries keep it."""
     tenant: TenantId = DEFAULT_TENANT
     round: int = 1
     revision: int = 0
@@ -115,12 +115,12 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     standing: Readiness = Readiness.IN_LANE
     queued_at: float = 0.0
     wake_at: float | None = None
-    """When policy wants to look at this dispatch again. The end of its lease is the lease's own."""
+    """When policy must look at this dispatch again. The lease has its own end."""
     not_before: float | None = None
     lease: Lease | None = None
     lease_number: int = 0
     attempts: int = 0
-    """Every start counts here, whoever is charged for it."""
+    """All starts, whether the job is charged for them or not."""
     charged: int = 0
     worker_faults: int = 0
     releases: int = 0
@@ -129,41 +129,41 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     expired_on: tuple[WorkerId, ...] = ()
     cancel_requested_at: float | None = None
     relaxed_class: ClassKey | None = None
-    """The class it moves to at `relax_at`: a preference that was waited for long enough stops restricting."""
+    """The class that replaces `class_key` at `relax_at`: a preference restricts only for a limited time."""
     relax_at: float | None = None
     base_priority: int = 0
-    """Without what a near deadline adds."""
+    """The priority without the bonus of a near deadline."""
     priority_ceiling: int | None = None
-    """The most that its tenant may have, a near deadline or not."""
+    """The tenant's maximum. It also limits the bonus of a near deadline."""
     deadline_at: float | None = None
     fails_at_deadline: bool = True
     expires_at: float | None = None
-    """The end of the total time this job was given, from its submit."""
+    """The end of the total timeout, which starts at the submit."""
     is_held: bool = False
-    """It waits for other jobs, and stands in no lane until they completed."""
+    """The job waits for other jobs and is in no lane until they complete."""
     is_awaited: bool = False
-    """Other jobs wait for this one: whoever ends it tells them."""
+    """Other jobs wait for this one, so its end must notify them."""
     payload_bytes: int = 0
-    """How large the payload is that is kept for this job: as JSON, and attachments as they are."""
+    """The size of the stored payload: JSON plus raw attachments."""
     payload_sha256: bytes | None = None
-    """Of what its lease runs (`model/payload_digest.py`). None: not known before the lease, as of a job that waits for
-    files of others, or is encrypted (a digest would confirm a guess), or was taken by an older version."""
+    """Digest of what a lease runs (`model/payload_digest.py`). None: not known before the lease, because the job
+    waits for files of other jobs, is encrypted (a digest would confirm a guess), or came from an older version."""
     has_tenant_database: bool = msgspec.field(default=False, name="is_apart")
-    """Its record lies in a tenant's database, where its end is to be settled."""
+    """The job record is in a tenant database, which must settle the end of the job."""
     settled_at: float | None = None
-    """When the tenant's database had taken in the end of this round."""
+    """When the tenant database settled the end of this round."""
     server_deaths: int = 0
-    """How many servers died while they ran it."""
+    """How many servers died while they ran this job."""
     pause_requested_at: float | None = None
-    """While it is leased: its worker is to stop it, then it waits as paused."""
+    """Set while leased: the worker must stop the job, which is then paused."""
     retry_requested_at: float | None = None
-    """While it is leased: its worker is to stop it, then it waits at its place in line. Of the two only one is set."""
+    """Set while leased: the worker must stop the job, which then waits again. Excludes `pause_requested_at`."""
     cancel_reason: str = ""
-    """Why it is to be cancelled, or was, in the words of whoever asked for it."""
+    """The reason that the canceller gave."""
 
     @property
     def stop(self) -> Stop | None:
-        """What its worker is to stop it for. A cancel comes before the others."""
+        """Why the worker must stop the job. A cancellation takes precedence."""
         if self.cancel_requested_at is not None:
             return Stop.CANCEL
         if self.pause_requested_at is not None:
@@ -182,7 +182,7 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def due_at(self) -> float | None:
-        """The next moment at which something must happen to this dispatch, whoever is watching."""
+        """The next time at which the sweeper must act on this dispatch."""
         if self.lease is None:
             return self.wake_at
         return self.lease.expires_at if self.wake_at is None else min(self.wake_at, self.lease.expires_at)
@@ -193,8 +193,7 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def block_targets(self) -> tuple[str, str, str]:
-        """What a block may name to keep this job from a worker: its workflow for everybody or for its tenant, and
-        itself alone."""
+        """Targets of blocks that apply to this job: its workflow, its workflow for its tenant, the job itself."""
         return self.workflow_hash, tenant_target(self.workflow_hash, self.tenant), self.job_id
 
     @property
@@ -203,11 +202,11 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def is_unsettled(self) -> bool:
-        """It has ended, and the tenant's database does not know yet: whoever finds it goes and tells."""
+        """The job has ended, and the tenant database must still settle it."""
         return self.has_tenant_database and self.settled_at is None and self.phase.is_final
 
     def lease_ref(self) -> LeaseRef:
-        assert self.lease is not None, "only a leased dispatch has a lease to refer to"
+        assert self.lease is not None, "only a leased dispatch has a lease"
         return LeaseRef(self.job_id, self.round, self.lease.number, self.lease.epoch, self.lease.token)
 
 
@@ -242,7 +241,7 @@ class HeldBy(msgspec.Struct, frozen=True, gc=False):
 
 
 class AtRevision(msgspec.Struct, frozen=True, gc=False):
-    """Nobody has written the dispatch since it was read."""
+    """The dispatch has not changed since it was read."""
 
     revision: int
 
@@ -251,7 +250,7 @@ Guard = HeldBy | AtRevision
 
 
 class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """New values for fields of a dispatch. What is unset stays as it is."""
+    """New values for fields of a dispatch. Unset fields do not change."""
 
     phase: Phase | UnsetType = UNSET
     standing: Readiness | UnsetType = UNSET
@@ -298,11 +297,11 @@ class AttemptEnd(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     charged_to: str | None = None
     failure: Failure | None = None
     used_s: float | None = None
-    """For how long it had the worker: what the estimate of the lease is put right to. None: the estimate stands."""
+    """How long the attempt used the worker. It corrects the estimated charge. None: the estimate stays."""
 
 
 class Write(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One atomic step of a store: all of it happens, or nothing does."""
+    """One atomic step of a store."""
 
     job_id: JobId
     guard: Guard
@@ -312,7 +311,7 @@ class Write(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks: tuple[Block, ...] = ()
     lifted: tuple[Pair, ...] = ()
     job: dict[str, Any] | None = None
-    """New values for the job's record, where records live in the store's own database."""
+    """New values for the job record, if the store also holds the records."""
 
 
 class WriteResult(msgspec.Struct, frozen=True):
@@ -321,7 +320,7 @@ class WriteResult(msgspec.Struct, frozen=True):
 
 
 class LeaseOffer(msgspec.Struct, frozen=True, gc=False):
-    """Everything a lease needs that is not in the dispatch: who, under which poll, how long, and its random proof."""
+    """Everything that a lease needs and the dispatch does not contain."""
 
     worker_id: WorkerId
     profile: ProfileKey
@@ -330,11 +329,11 @@ class LeaseOffer(msgspec.Struct, frozen=True, gc=False):
     ttl_s: float
     acknowledge_s: float
     charge_s: float = DEFAULT_CHARGE_S
-    """For how long it is expected to have the worker: what its tenant is charged with, where tenants have terms."""
+    """The expected duration. The tenant is charged with it, if tenants have terms."""
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A waiting job as a round sees it."""
+    """A waiting job as a matching pass sees it."""
 
     job_id: JobId
     lane: LaneKey
@@ -342,4 +341,4 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     queued_at: float
     virtual_time: float = 0.0
     weight: float = 0.0
-    """Of its tenant. 0: no tenant has terms, and nobody is charged."""
+    """The tenant's weight. 0: no tenant has terms, and no tenant is charged."""

@@ -1,7 +1,7 @@
-"""A workflow as the ComfyUI editor saves it, made into the graph that servers run: the editor's `graphToPrompt`, pure.
+"""Converts a workflow of the ComfyUI editor to the API format that servers run, like the editor's `graphToPrompt`.
 
-Owns reroutes, primitives, muted and bypassed nodes, subgraphs and the order of widget values. Which server's
-definitions are used is the caller's choice; the result is checked by `workflow_graph.py` like any other graph.
+It handles reroutes, primitives, muted and bypassed nodes, subgraphs and the order of widget values. The caller chooses
+the server's definitions, and `workflow_graph.py` checks the result.
 """
 
 from __future__ import annotations
@@ -27,35 +27,34 @@ from comfyfleet.model.workflow_graph import MAX_NODES, InvalidWorkflow
 
 EXPORT = "open it in ComfyUI and save it with 'Export (API)' (in older releases 'Save (API Format)')"
 MAX_HOPS = 150
-"""Wires followed for one input, a few calls deep each: beyond it they run in a circle."""
-
+"""Links followed for one input. A longer chain is a cycle."""
 MAX_STEPS = 1_000_000
-"""Inputs and values looked at in all: a subgraph is written once in a file and may stand for thousands of nodes."""
+"""Inputs and values read in total. A subgraph is written once and may be used thousands of times."""
 MAX_BYTES = 32 * 1024 * 1024
-"""Of the graph: one value may go to thousands of inputs."""
+"""The size of the converted graph. One value may go to thousands of inputs."""
 MAX_LEVELS = 32
-"""Subgraphs within subgraphs."""
+"""Nesting of subgraphs."""
 
 _CONTROLS = frozenset({"fixed", "increment", "decrement", "randomize", "increment-wrap"})
 _BESIDE = frozenset({"control_after_generate", "control_filter_list"})
-"""Widgets that the editor puts beside another; no server has such an input."""
+"""Widgets that the editor adds to another widget. No server has such an input."""
 
 
 class _Output(msgspec.Struct, frozen=True):
-    """Where a wire comes from, when all that is only in the editor is taken away."""
+    """The real origin of a link, after reroutes and subgraphs are resolved."""
 
     node: str
     slot: int
 
 
 class _Value(msgspec.Struct, frozen=True):
-    """What a primitive, or a widget on the outside of a subgraph, gives to an input."""
+    """The value that a primitive or a promoted widget of a subgraph gives to an input."""
 
     value: Any
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """One instance of a graph: the workflow itself, or a subgraph with the node that stands for it."""
+    """One instance of a graph: the workflow, or a subgraph with its host node."""
 
     graph: EditorGraph
     path: tuple[str, ...] = ()
@@ -66,7 +65,7 @@ class _Place(msgspec.Struct, frozen=True):
         return ":".join((*self.path, node.id))
 
     def types(self) -> Iterator[str]:
-        """The subgraphs that this is in, itself included."""
+        """The types of the enclosing subgraphs, itself included."""
         place: _Place | None = self
         while place is not None and place.host is not None:
             yield place.host.type
@@ -78,20 +77,20 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def is_editor_workflow(workflow: Any) -> bool:
-    """Whether it is a file of the editor, which servers do not run."""
+    """Whether it has the editor format, which servers do not run."""
     return isinstance(workflow, Mapping) and isinstance(workflow.get("nodes"), list)
 
 
 def node_classes_of(workflow: Mapping[str, Any]) -> frozenset[str]:
-    """The classes that would run: what is muted, bypassed or only in the editor needs no server."""
+    """The classes that would run, without muted, bypassed and editor-only nodes."""
     return frozenset(node.type for _, node in _running(_Place(read_editor_graph(workflow))))
 
 
 def convert_workflow(workflow: Mapping[str, Any], definitions: NodeDefinitions) -> dict[str, dict[str, Any]]:
-    """The API-format graph. Raises `InvalidWorkflow`, or `unworkable` when the definitions lack a class."""
+    """The API-format graph. Raises `InvalidWorkflow`, or the refusal `unworkable` if the definitions lack a class."""
     found = list(_running(_Place(read_editor_graph(workflow))))
     if not found:
-        raise InvalidWorkflow("Nothing in this workflow would run: every node is muted or only a note.")
+        raise InvalidWorkflow("This workflow has nothing to run: every node is muted or a note.")
     missing = sorted({node.type for _, node in found} - definitions.keys())
     if missing:
         raise cannot_convert(missing)
@@ -125,14 +124,14 @@ def cannot_convert(missing: list[str]) -> Refusal:
     names = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
     return Refusal(
         RefusalCode.UNWORKABLE,
-        f"this workflow is as the ComfyUI editor saves it, and to convert it a worker must have all of its nodes: none "
-        f"has {names}. Start one that does, or {EXPORT}",
+        "this workflow has the format of the ComfyUI editor. To convert it, a worker must have all of its nodes, and "
+        f"none has {names}. Start such a worker, or {EXPORT}",
         missing=missing,
     )
 
 
 def _running(place: _Place) -> Iterator[tuple[_Place, EditorNode]]:
-    """Every node that a server would see, subgraphs unfolded."""
+    """Every node that a server would get, with subgraphs expanded."""
     waiting, count = [place], 0
     while waiting:
         place = waiting.pop(0)
@@ -141,12 +140,14 @@ def _running(place: _Place) -> Iterator[tuple[_Place, EditorNode]]:
                 continue
             count += 1
             if count > MAX_NODES:
-                raise InvalidWorkflow(f"The workflow has more than {MAX_NODES} nodes, subgraphs unfolded.")
+                raise InvalidWorkflow(
+                    f"The workflow has more than {MAX_NODES} nodes, with subgraphs expanded."
+                )
             if node.type in place.graph.subgraphs:
                 if node.type in place.types():
                     raise InvalidWorkflow(f"The subgraph {node.title or node.type!r} contains itself.")
                 if len(place.path) == MAX_LEVELS:
-                    raise InvalidWorkflow(f"Subgraphs stand in one another more than {MAX_LEVELS} deep.")
+                    raise InvalidWorkflow(f"Subgraphs are nested more than {MAX_LEVELS} deep.")
                 waiting.append(place.inside(node))
             else:
                 yield place, node
@@ -156,7 +157,7 @@ def _running(place: _Place) -> Iterator[tuple[_Place, EditorNode]]:
 
 
 def _plain(value: Any) -> Any:
-    """A list would be taken for a wire."""
+    """Wrap a list: a server would read it as a link."""
     return {"__value__": value} if isinstance(value, list) else value
 
 
@@ -165,8 +166,8 @@ def _values(
 ) -> Iterator[tuple[str, Any]]:
     given = node.values
     if isinstance(given, Mapping):
-        # By name: a pack of nodes that keeps them so may have more of them than the server lists. What is an object
-        # there and not listed is the editor's own, such as a preview.
+        # A custom node pack that saves values by name may have more of them than the server lists. An object that the
+        # server does not list belongs to the editor, such as a preview.
         known = {widget.name: widget for widget in widgets if widget.name}
         found = {
             name: widget.default
@@ -186,12 +187,12 @@ def _values(
 
 
 def _in_order(values: list[Any], widgets: tuple[Widget, ...]) -> Iterator[tuple[str, Any]]:
-    """Takes values from the front of the list, one for each widget and for what the editor puts beside it."""
+    """Take values from the front of the list, one for each widget and for each control beside it."""
     later = sum(each.trait != "button" for each in widgets)
     for widget in widgets:
         later -= widget.trait != "button"
         if widget.trait == "button":
-            # Newer editors save no value for it; older ones save the kind of file, or nothing.
+            # Newer editors save no value for it. Older ones save the file kind or nothing.
             if len(values) > later:
                 values.pop(0)
             continue
@@ -211,7 +212,7 @@ def _in_order(values: list[Any], widgets: tuple[Widget, ...]) -> Iterator[tuple[
 
 
 def _is_control(values: list[Any], later: int) -> bool:
-    """Whether the next value says what becomes of a seed. The first editors had a switch there, some nothing."""
+    """Whether the next value is the control of a seed. The first editors saved a boolean, some saved nothing."""
     first = values[0]
     return first in _CONTROLS if isinstance(first, str) else isinstance(first, bool) and len(values) > later
 
@@ -226,47 +227,45 @@ def _marked(widget: Widget, value: Any) -> Any:
 
 
 class _Bounds:
-    """What a conversion may take, however a file is made."""
+    """Limits of one conversion, against hostile files."""
 
     def __init__(self) -> None:
         self._hops, self._steps, self._bytes = 0, MAX_STEPS, MAX_BYTES
 
     def begin(self) -> None:
-        """The wires of another input are followed."""
+        """Start to follow the links of another input."""
         self._hops = MAX_HOPS
 
     def hop(self, node: EditorNode) -> None:
         self._hops -= 1
         if self._hops < 0:
-            raise InvalidWorkflow(f"The wires around node {node.id} run in a circle.")
+            raise InvalidWorkflow(f"The links around node {node.id} form a cycle.")
         self.look(node.weight)
 
     def look(self, steps: int) -> None:
         self._steps -= steps
         if self._steps < 0:
-            raise InvalidWorkflow(
-                "The workflow is too large, subgraphs unfolded and wires followed: divide it."
-            )
+            raise InvalidWorkflow("The workflow is too large with subgraphs expanded: split it.")
 
     def kept(self, name: str, value: Any) -> Any:
-        """The value itself, which becomes part of the graph under this name."""
+        """Count the size of a value that becomes part of the graph, and return the value."""
         self._bytes -= len(name) + len(value if isinstance(value, str) else repr(value))
         if self._bytes < 0:
-            raise InvalidWorkflow(f"The workflow has more than {MAX_BYTES} bytes, subgraphs unfolded.")
+            raise InvalidWorkflow(f"The workflow has more than {MAX_BYTES} bytes, with subgraphs expanded.")
         return value
 
 
 def _resolve_input(
     place: _Place, slot: EditorSlot | None, kind: str, bounds: _Bounds
 ) -> _Output | _Value | None:
-    """What really feeds an input. None: nothing does, so its own value stays, where it has one."""
+    """What feeds an input. None: nothing, so its own value stays."""
     while True:
         link = None if slot is None or slot.link is None else place.graph.links.get(slot.link)
         if link is None:
             return None
         if link.origin != SUBGRAPH_INPUT:
             break
-        # Out of the subgraph, to what feeds the same input of the node that stands for it.
+        # Leave the subgraph and follow the same input of the host node.
         host, outer = place.host, place.outer
         if host is None or outer is None or link.slot >= len(place.graph.input_names):
             return None
@@ -285,7 +284,7 @@ def _resolve_output(
 ) -> _Output | _Value | None:
     bounds.hop(node)
     if node.type == "PrimitiveNode":
-        # Switched off or not: the editor writes its value into the inputs first.
+        # Even if it is muted: the editor writes its value into the inputs first.
         values = node.values
         return _Value(values[0]) if isinstance(values, list) and values else None
     if node.mode == MUTED:
@@ -298,7 +297,7 @@ def _resolve_output(
         link = inner.graph.output_links.get(slot)
         source = None if link is None else inner.graph.nodes.get(link.origin)
         if link is not None and link.origin == SUBGRAPH_INPUT and link.slot < len(inner.graph.input_names):
-            # Straight through the subgraph.
+            # The subgraph connects its input directly to its output.
             return _resolve_input(place, node.input(inner.graph.input_names[link.slot]), kind, bounds)
         return (
             None
@@ -318,7 +317,7 @@ def _through(place: _Place, node: EditorNode, kind: str, bounds: _Bounds) -> _Ou
 
 
 def _setter(place: _Place | None, node: EditorNode) -> tuple[_Place, EditorNode] | None:
-    """The node that set what this one gets, here or further out."""
+    """The SetNode for this GetNode, in this graph or an outer one."""
     name = variable_of(node)
     while place is not None and name is not None:
         if (setter := place.graph.setters.get(name)) is not None:
@@ -328,7 +327,7 @@ def _setter(place: _Place | None, node: EditorNode) -> tuple[_Place, EditorNode]
 
 
 def _bypass(node: EditorNode, slot: int, kind: str) -> EditorSlot | None:
-    """The input that a bypassed node hands on here: the one at the same place if it fits, else the first that does."""
+    """The input that a bypassed node passes on: the one with the same index if it fits, else the first that fits."""
     inputs = node.inputs
     if not inputs:
         return None

@@ -1,6 +1,6 @@
-"""The parts of a file of the ComfyUI editor: nodes, wires, subgraphs, in every form that its releases have saved.
+"""Reads the nodes, links and subgraphs of a ComfyUI editor file, in the form of any release.
 
-It reads and normalises; what runs and what feeds what is `editor_conversion.py`'s.
+`editor_conversion.py` decides which nodes run and what feeds their inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BYPASSED = 4
 SUBGRAPH_INPUT = "-10"
 SUBGRAPH_OUTPUT = "-20"
 MAX_PARTS = 200_000
-"""Nodes, wires, inputs, outputs and values in all graphs of a file together."""
+"""Nodes, links, inputs, outputs and values of all graphs in a file together."""
 
 _VIRTUAL = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode", "SetNode", "GetNode"})
 _VIRTUAL_OF_PACKS = frozenset(
@@ -45,7 +45,7 @@ class EditorSlot(msgspec.Struct, frozen=True):
     type: str
     link: str | None = None
     widget: str | None = None
-    """The widget that this input takes the place of; somebody may have renamed the input."""
+    """The widget that this input replaces. The input may have another name."""
 
 
 class EditorLink(msgspec.Struct, frozen=True):
@@ -62,14 +62,14 @@ class EditorNode(msgspec.Struct, frozen=True):
     title: str
     inputs: tuple[EditorSlot, ...]
     outputs: tuple[str, ...]
-    """Their types."""
+    """The types of the outputs."""
     values: list[Any] | dict[str, Any]
     own: dict[str, Any] = {}
-    """Of a subgraph: the values of its inputs that are widgets on its outside."""
+    """For a subgraph: the values of its own input widgets."""
     promoted: dict[str, dict[str, Any]] = {}
-    """Of a subgraph: by the node within and the widget, values that are shown and set on its outside."""
+    """For a subgraph: values of promoted widgets, by inner node and widget."""
     weight: int = 1
-    """What it takes to look through its inputs and outputs."""
+    """The cost of reading its inputs and outputs."""
 
     def input(self, name: str) -> EditorSlot | None:
         return next((slot for slot in self.inputs if slot.name == name), None)
@@ -80,7 +80,7 @@ class EditorNode(msgspec.Struct, frozen=True):
 
     @property
     def is_virtual(self) -> bool:
-        """Only in the editor: no server has such a class."""
+        """The node exists only in the editor. No server has such a class."""
         return self.type in _VIRTUAL or self.type in _VIRTUAL_OF_PACKS
 
 
@@ -88,12 +88,12 @@ class EditorGraph(msgspec.Struct, frozen=True):
     nodes: dict[str, EditorNode]
     links: dict[str, EditorLink]
     subgraphs: Mapping[str, EditorGraph]
-    """All that the file defines, by id."""
+    """All subgraphs of the file, by id."""
     input_names: tuple[str, ...] = ()
     output_links: dict[int, EditorLink] = {}
-    """Of a subgraph: what feeds each of its outputs."""
+    """For a subgraph: what feeds each of its outputs."""
     setters: dict[str, EditorNode] = {}
-    """The nodes that set a name for those that get it."""
+    """SetNodes by name."""
 
 
 def read_editor_graph(workflow: Mapping[str, Any]) -> EditorGraph:
@@ -139,7 +139,7 @@ def _graph(
 
 
 def variable_of(node: EditorNode) -> str | None:
-    """The name under which a node sets or gets."""
+    """The name that a SetNode or GetNode uses."""
     values = node.values
     return values[0] if isinstance(values, list) and values and isinstance(values[0], str) else None
 
@@ -150,12 +150,12 @@ def _node(raw: Mapping[str, Any], widgets: Mapping[str, tuple[str, ...]]) -> Edi
     title = raw.get("title")
     if kind.startswith(_GROUP_NODE) and mode not in (MUTED, BYPASSED):
         raise InvalidWorkflow(
-            f"Node {raw.get('id')} is a group node ({kind.partition(kind[8])[2]}), which newer editors have given up: "
+            f"Node {raw.get('id')} is a group node ({kind.partition(kind[8])[2]}), which newer editors do not support: "
             "convert it to nodes or to a subgraph in the editor, or save with 'Export (API)'."
         )
     named, listed = raw.get("widgets_values_named"), raw.get("widgets_values")
     values: list[Any] | dict[str, Any] = listed if isinstance(listed, list | dict) else []
-    # Newer editors save both. Those that are only in the editor are read by place.
+    # Newer editors save both. Editor-only nodes are read by index.
     if isinstance(named, dict) and kind not in _VIRTUAL:
         values = named
     inputs = tuple(map(_slot, _items(raw, "inputs")))
@@ -169,7 +169,7 @@ def _node(raw: Mapping[str, Any], widgets: Mapping[str, tuple[str, ...]]) -> Edi
         inputs,
         outputs,
         values,
-        # A type may be a list of all choices.
+        # A type can be a list of all choices.
         weight=1 + len(inputs) + length // 100,
     )
     if kind in widgets:
@@ -193,7 +193,7 @@ def _slot(raw: Mapping[str, Any]) -> EditorSlot:
 def _outside(
     raw: Mapping[str, Any], node: EditorNode, names: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The values that a node standing for a subgraph keeps: for its own inputs, and for widgets within."""
+    """The values that a host node holds: for its own inputs, and for promoted widgets."""
     if isinstance(node.values, dict):
         return dict(node.values), {}
     properties = raw.get("properties")
@@ -201,7 +201,7 @@ def _outside(
     own: dict[str, Any] = {}
     promoted: dict[str, dict[str, Any]] = {}
     if isinstance(proxies, list) and proxies:
-        # Releases that promoted widgets by a list saved their values in its order, or none at all.
+        # Releases with a list of promoted widgets save their values in its order, or none.
         for proxy, value in zip(proxies, node.values, strict=False):
             if isinstance(proxy, list) and len(proxy) >= 2 and value is not None:
                 inner, name = str(proxy[0]), str(proxy[1])
@@ -215,7 +215,7 @@ def _outside(
 
 
 def _widget_inputs(definition: Mapping[str, Any]) -> Iterator[str]:
-    """Those inputs of a subgraph that end in a widget within, in their order."""
+    """The inputs of a subgraph that are linked to an inner widget, in order."""
     links = dict(_wires(definition.get("links")))
     widgets = {
         slot.link
@@ -230,7 +230,7 @@ def _widget_inputs(definition: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wires(raw: Any) -> Iterator[tuple[str, EditorLink]]:
-    """Lists in files of the workflow itself, objects in subgraphs and in newer files."""
+    """Links are lists in old files, and objects in subgraphs and newer files."""
     for link in raw if isinstance(raw, list) else ():
         if isinstance(link, list) and len(link) >= 5:
             number, *ends = link[:5]
@@ -243,10 +243,8 @@ def _wires(raw: Any) -> Iterator[tuple[str, EditorLink]]:
         try:
             wire = EditorLink(str(origin), int(slot), str(target), int(target_slot))
         except (TypeError, ValueError, OverflowError):
-            raise InvalidWorkflow(
-                f"Link {number} of the workflow does not say from where to where it goes."
-            ) from None
-        # One that was left over, without a place at its beginning, feeds nothing.
+            raise InvalidWorkflow(f"Link {number} of the workflow has no valid origin and target.") from None
+        # A stale link without an origin slot feeds nothing.
         if wire.slot >= 0:
             yield str(number), wire
 
@@ -257,7 +255,7 @@ def _items(raw: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def types_match(one: str, other: str) -> bool:
-    """The editor's rule: any type fits, and of two lists one in common is enough."""
+    """The editor's rule: `*` matches any type, and two lists match if they share a type."""
     if one in ("", "*", "0") or other in ("", "*", "0"):
         return True
     return bool(set(one.lower().split(",")) & set(other.lower().split(",")))

@@ -1,7 +1,7 @@
-"""What stands in the place of a payload, a result or a failure that is sealed: bytes that only who has the key opens.
+"""Encrypted values in the place of a payload, a result or a failure.
 
-A sealed value keeps the form of a plain one, so every store keeps it without knowing. A workflow, an output or a fact
-never has the name it stands under: a node without a class is no node.
+An encrypted value has the form of a plain one, so every store can hold it without change. The marker `NAME` cannot
+collide with a real node id, because its value has no class.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _INSIDE = "value"
 
 
 def encrypted_payload(encrypted: bytes) -> Submission:
-    return Submission({NAME: {_INSIDE: encrypted}})
+    return Submission(encrypted_data(encrypted))
 
 
 def encrypted_result(encrypted: bytes) -> JobResult:
-    return JobResult({NAME: {_INSIDE: encrypted}})
+    return JobResult(encrypted_data(encrypted))
 
 
 def encrypted_failure(failure: Failure, encrypted: bytes) -> Failure:
-    """Its kind stays to be read: what follows from a failure follows from that."""
-    return Failure(failure.kind, "sealed", node_errors={NAME: {_INSIDE: encrypted}})
+    """The kind stays readable, because failure handling depends on it."""
+    return Failure(failure.kind, "encrypted", node_errors=encrypted_data(encrypted))
 
 
 def encrypted_data(encrypted: bytes) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def in_failure(failure: Failure) -> bytes | None:
 
 
 def found_in(values: Mapping[str, Any] | None) -> bytes | None:
-    """The sealed bytes where nothing else is. A store that keeps JSON gives them back as text."""
+    """The encrypted bytes, if `values` holds nothing else. JSON stores return them as base64 text."""
     if not values or len(values) > 1 or NAME not in values:
         return None
     inside = values[NAME]
@@ -63,7 +63,7 @@ def found_in(values: Mapping[str, Any] | None) -> bytes | None:
 
 
 def unreadable(job: Job, why: str) -> Job:
-    """Without what cannot be opened; all else that is known of it stays."""
+    """The job without the parts that cannot be decrypted."""
     payload = job.payload if in_payload(job.payload) is None else Submission({}, reference=job.reference)
     result = None if job.result is None or in_result(job.result) is not None else job.result
     return msgspec.structs.replace(job, payload=payload, result=result, unreadable=why)

@@ -1,9 +1,9 @@
-"""Three kinds of no.
+"""The exceptions of this package.
 
 ComfyFleetError
-├── Refusal         an expected no from a closed list: the caller can do something about it
-├── Fault           our environment failed (disk, network, database): the shell retries
-└── ServiceFailed   a service failed; carries a `Failure`, the value that says what became of it (failure.py)
+├── Refusal         an expected error from a closed list, which the caller can act on
+├── Fault           the environment failed (disk, network, database); a retry may succeed
+└── ServiceFailed   a service failed; carries a `Failure` (failure.py)
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RefusalCode(StrEnum):
 
 
 class ComfyFleetError(Exception):
-    """The root of everything this package raises on purpose."""
+    """The base class of all exceptions of this package."""
 
 
 class Refusal(ComfyFleetError):
-    """An expected no. `details` holds what a program needs to react; the message is for people."""
+    """An expected error. `details` is for programs, the message for people."""
 
     def __init__(self, code: RefusalCode, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -46,11 +46,11 @@ class Refusal(ComfyFleetError):
 
 
 class Fault(ComfyFleetError):
-    """Something around us failed, and trying again may work. What it says is of one step: of a call that takes several,
-    a batch above all, others may have been done."""
+    """The environment failed, and a retry may succeed. In a call of several steps, such as a batch, other steps may
+    have succeeded."""
 
 
 def to_install(*extras: str) -> str:
-    """The command for optional packages that are not installed, in words."""
+    """The command that installs optional packages, for an error message."""
     wanted = ",".join(extras)
     return f"pip install 'comfyfleet[{wanted}]', or in a checkout pip install '.[{wanted}]'"

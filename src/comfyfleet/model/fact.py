@@ -1,6 +1,6 @@
-"""What happened. Facts are state changes, numbered for each job and never dropped; news may be lost.
+"""Events. Facts are durable state changes, numbered for each job; progress may be lost.
 
-A fact is written in the same step as the change it tells of. News (progress, previews) travels on the bus only.
+A store writes a fact in the same step as the change. Progress and previews travel on the bus only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FactKind(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """It ends its round: no fact of the same round follows it."""
+        """It ends its round. No fact of the same round follows."""
         return self in _FINAL
 
 
@@ -64,7 +64,7 @@ class ProgressKind(StrEnum):
 
 
 class ProgressEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Newest wins; a watcher who missed one has missed nothing that matters."""
+    """Progress of a run. Only the newest one matters."""
 
     job_id: JobId
     kind: ProgressKind
@@ -76,20 +76,20 @@ class ProgressEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunSnapshot(msgspec.Struct, frozen=True):
-    """A run as the store shows it to readers of its own: what became of it, and how far it is."""
+    """The status and progress of a run, as the store shows them to clients that read it directly."""
 
     status: str
     """`started`, `assigned` with progress, `completed`, `failed`, `cancelled`, or `pending` when it waits again."""
     at: float
     worker_id: WorkerId | None = None
     progress: bytes | None = None
-    """A JSON object. None: there is none to tell."""
+    """A JSON object. None: no progress."""
     percentage: float | None = None
     message: str | None = None
 
 
 class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something about a worker rather than a job: state, block, unblock."""
+    """An event of a worker, not of a job: state, block, unblock."""
 
     kind: str
     at: float

@@ -1,7 +1,4 @@
-"""What became of an attempt that did not complete, and whose fault it was.
-
-A failure is a value. `policy/retry.py` holds the table that says what follows from each kind.
-"""
+"""Why an attempt failed, as a value. The table in `policy/retry.py` says what follows from each kind."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from comfyfleet.model.errors import ComfyFleetError
 
 
 class FailureKind(StrEnum):
-    # the caller's fault: the job can run nowhere
+    # the caller's fault: no worker can run the job
     INVALID_WORKFLOW = "invalid_workflow"
     MISSING_INPUT = "missing_input"
-    # this worker cannot, another may
+    # another worker may be able to run it
     MISSING_NODE = "missing_node"
     MISSING_MODEL = "missing_model"
     OUT_OF_MEMORY = "out_of_memory"
-    # it may work next time
+    # a retry may succeed
     NODE_ERROR = "node_error"
     TRANSIENT = "transient"
     CRASHED = "crashed"
@@ -30,17 +27,17 @@ class FailureKind(StrEnum):
     START_TIMEOUT = "start_timeout"
     STALL_TIMEOUT = "stall_timeout"
     UNKNOWN = "unknown"
-    # the worker is gone or useless
+    # the worker is lost or broken
     DEAD_WORKER = "dead_worker"
     LEASE_EXPIRED = "lease_expired"
-    # the job's own limits, fired by the sweeper
+    # the job's own limits, which the sweeper enforces
     TOTAL_TIMEOUT = "total_timeout"
     DEADLINE_PASSED = "deadline_passed"
     DEPENDENCY_FAILED = "dependency_failed"
     UNRUNNABLE = "unrunnable"
-    # what arrived at the worker is not what was submitted, so it was not run
+    # the payload at the worker is not the submitted one, so it did not run
     PAYLOAD_MISMATCH = "payload_mismatch"
-    # what was sealed cannot be opened any more
+    # the payload cannot be decrypted any more
     UNREADABLE = "unreadable"
 
 
@@ -53,20 +50,20 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     traceback: tuple[str, ...] = ()
     node_errors: dict[str, Any] | None = None
     missing: tuple[str, ...] = ()
-    """Names of the node classes, models or files that were not there."""
+    """Names of the missing node classes, models or files."""
     vram_gb: float | None = None
-    """Memory of the card that was too small."""
+    """Memory of the GPU that was too small."""
     server_died: Literal["thread", "process"] | None = None
-    """What of the server died while it ran this very prompt: its execution thread, or the whole of it. Not set where
-    that happened before the prompt started, or is merely likely."""
+    """What died while the server ran this prompt: its execution thread or the whole process. Not set if it died before
+    the prompt started, or if the death is only likely."""
 
 
 class FailureText(msgspec.Struct, frozen=True):
-    """What a worker reported of an attempt that failed, where it is kept apart from the attempt."""
+    """A worker's report of a failed attempt, stored separately from the attempt."""
 
     failure: Failure
     data: dict[str, Any]
-    """Of the fact that tells of it."""
+    """The data of the failure's fact."""
 
 
 _MAX_MESSAGE = 10_000
@@ -77,7 +74,7 @@ _MAX_NODE_ERRORS = 60_000
 
 
 def bounded(failure: Failure) -> Failure:
-    """As much of it as helps: what a service says is kept with each attempt, and some say a lot."""
+    """Truncate long texts: every attempt stores its failure, and some services send megabytes."""
     lines = tuple(line[:_MAX_LINE] for line in failure.traceback[-_MAX_LINES:])
     while sum(map(len, lines)) > _MAX_TRACEBACK:
         lines = lines[1:]
@@ -91,7 +88,7 @@ def bounded(failure: Failure) -> Failure:
 
 
 def _shortened(errors: dict[str, Any]) -> dict[str, Any] | None:
-    """Without the whole list of choices that some servers send with each complaint; then as many nodes as fit."""
+    """Remove the lists of choices that some servers send with each error, then keep as many nodes as fit."""
     kept: dict[str, Any] = {}
     left = _MAX_NODE_ERRORS
     for node_id, entry in errors.items():
@@ -114,7 +111,7 @@ def _size(value: Any) -> int:
 
 
 class ServiceFailed(ComfyFleetError):
-    """Raised by a connector when a service did not do what it was asked. Carries the classified failure."""
+    """A connector raises it when a service fails. Carries the classified failure."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -122,9 +119,9 @@ class ServiceFailed(ComfyFleetError):
 
 
 class ServiceBusy(ServiceFailed):
-    """The service does not come to the job because of somebody else's, or is not there; the job never began there. No
-    fault of the job's: it is given back uncharged."""
+    """The service is occupied by other jobs or is not reachable, and the job did not begin. The job is released
+    without a charge."""
 
 
 class FileTooLarge(ServiceFailed):
-    """A file of the service has more than there is room for. The work is done: the file stays where it is."""
+    """A file of the service is too large to fetch. The run is complete, and the file stays on the server."""

@@ -1,4 +1,4 @@
-"""A file that a caller uploaded or a run left: what is known of it. Its bytes never enter the queue store."""
+"""Metadata of files that callers upload or runs produce. The queue store never holds their bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FileKind = Literal["input", "output", "thumbnail"]
 
 
 class FileAnnouncement(TypedDict, total=False):
-    """What is said of a file when it is announced."""
+    """What a sender declares before it uploads a file."""
 
     name: str
     content_type: str
@@ -30,36 +30,36 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: TenantId
     created_at: float
     name: str = ""
-    """As its sender calls it: shown, and never a path."""
+    """The sender's name for the file. It is shown, and never used as a path."""
     content_type: str = "application/octet-stream"
     kind: FileKind = "input"
     size: int | None = None
-    """As was said beforehand; once it is there, as was counted while it was received."""
+    """The declared size; after the upload, the received size."""
     sha256: str | None = None
     job_id: JobId | None = None
-    """The job it came of."""
+    """The job that produced the file."""
     attempt_id: str | None = None
     derived_from: tuple[str, ...] = ()
-    """The files it was made from: those its job brought, or what its sender says."""
+    """The files from which it was made: the inputs of its job, or what the sender declares."""
     received_at: float | None = None
     is_complete: bool = False
-    """It is there, and is what was said."""
+    """The upload is complete and matches the declaration."""
     thumbnails: dict[str, str] = {}
-    """The files that are its thumbnails, by their sizes."""
+    """File ids of its thumbnails, by size."""
     upload: str | None = None
-    """The storage's name for an upload in parts that is under way."""
+    """The storage's id of a multipart upload in progress."""
     has_tenant_database: bool = msgspec.field(default=False, name="is_apart")
-    """A stub: the record lies in its tenant's own database."""
+    """A stub: the record is in the tenant's database."""
 
 
 class FilePage(NamedTuple):
     files: list[FileRecord]
     after: str | None
-    """The id after which to go on; a page may be short and have more behind it. None: that was all."""
+    """The cursor of the next page; a short page can have a next one. None: this is the last page."""
 
 
 class InputFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file that goes into a node's input, as the holder of a lease hears of it. Without a link: it is not there."""
+    """A file for a node's input, as a lease carries it. Without `url` the file is missing."""
 
     node: str
     input: str
@@ -72,7 +72,7 @@ class InputFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FetchedFile(msgspec.Struct, frozen=True):
-    """An input on the worker's own disk, before its run. Of such a path nobody far away tells: it is never sent."""
+    """An input file on the worker's disk. It is never sent, because nobody else may name such a path."""
 
     filename: str
     path: Path
@@ -82,23 +82,23 @@ class FetchedFile(msgspec.Struct, frozen=True):
 
 
 class PartPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file that may go up in parts: all of the same size but the last."""
+    """The parts of a multipart upload. All have the same size except the last."""
 
     size: int
     count: int
     is_required: bool = False
-    """It is too large to go up in one piece."""
+    """The file is too large for a single upload."""
 
     def length(self, number: int, whole: int) -> int:
-        """Of a part, counted from 1, of a file of so many bytes."""
+        """The size of part `number` (from 1) of a file of `whole` bytes."""
         return self.size if number < self.count else whole - self.size * (self.count - 1)
 
 
 class FileGrant(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One file, one method, for a short while."""
+    """Short-lived access to one file with one method."""
 
     method: Literal["GET", "PUT"]
     url: str
     expires_at: float
     headers: dict[str, str] = {}
-    """What must be sent along, exactly so: it is part of what was signed."""
+    """The client must send these headers unchanged: the signature covers them."""

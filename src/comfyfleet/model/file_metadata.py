@@ -1,8 +1,7 @@
-"""The texts that a picture, a sound or a video carries beside its content, by name: PNG, WebP, JPEG, FLAC, MP4, WebM.
+"""Reads the named texts that PNG, WebP, JPEG, FLAC, MP4 and WebM files carry as metadata.
 
-Only lengths and texts are read, never pixels, so a file of any size is read in little memory. Whatever a file claims,
-one text has at most `MAX_TEXT_BYTES`, unpacked too, all of them with their names twice as much, and a file is given up
-after `_MAX_PARTS` parts. Names are in lower case.
+It reads only lengths and texts, never pixels, so a file of any size needs little memory. One text has at most
+`MAX_TEXT_BYTES`, decompressed too; all texts together at most twice that. A file has at most `_MAX_PARTS` parts.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ MAX_TEXT_BYTES = 16 * 1024 * 1024
 _MAX_PARTS = 100_000
 _MAX_TEXTS = 200
 _MAX_NAME = 200
-"""PNG allows 79; what has a longer one is passed over."""
+"""PNG allows 79. Texts with longer names are skipped."""
 _MAX_DEPTH = 8
 
 
 class BadFile(Exception):
-    """Why it cannot be read, in words."""
+    """The file cannot be read. The message gives the reason."""
 
 
 class FileKind(Enum):
@@ -35,7 +34,7 @@ class FileKind(Enum):
 
 
 def kind_of(head: bytes) -> FileKind | None:
-    """By its first bytes. None: no file that carries texts."""
+    """The kind by the first bytes. None: not a kind that carries texts."""
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         return FileKind.PNG
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
@@ -52,24 +51,26 @@ def kind_of(head: bytes) -> FileKind | None:
 
 
 def texts_in(file: BinaryIO, kind: FileKind) -> dict[str, str]:
-    """The first text of each name. Raises `BadFile`."""
+    """The first text of each name, in lower case. Raises `BadFile`."""
     found: dict[str, str] = {}
     size = 0
     try:
         for number, (name, text) in enumerate(_READERS[kind](_File(file))):
             if len(name) <= _MAX_NAME:
                 found.setdefault(name.lower(), text.strip("\0"))
-            # Before anything is taken off: what was read is what it cost.
+            # Count what was read, before any limit shortens it.
             size += len(name) + len(text)
             if number >= _MAX_TEXTS or size > 2 * MAX_TEXT_BYTES:
-                raise BadFile("it has more texts than any picture should")
+                raise BadFile(
+                    f"it has more than {_MAX_TEXTS} texts, or more than {2 * MAX_TEXT_BYTES} bytes of text"
+                )
     except (struct.error, IndexError, zlib.error) as error:
-        raise BadFile("it is damaged, or cut off") from error
+        raise BadFile("it is damaged or truncated") from error
     return found
 
 
 class _File:
-    """A file of which a bounded number of parts is looked at."""
+    """A file with a limit on the number of parts that are read."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.read, self.tell = file.seek, file.read, file.tell
@@ -87,16 +88,16 @@ def _read(file: _File, size: int) -> bytes:
         raise BadFile(f"a part of its metadata claims {size} bytes, more than {MAX_TEXT_BYTES}")
     content = file.read(size)
     if len(content) < size:
-        raise BadFile("it is cut off")
+        raise BadFile("it is truncated")
     return content
 
 
 def _unpacked(content: bytes) -> bytes:
-    """A few kilobytes may be gigabytes: it is given up at the bound."""
+    """Decompress up to the limit: a few kilobytes may expand to gigabytes."""
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(content, MAX_TEXT_BYTES)
     if unpacker.unconsumed_tail:
-        raise BadFile(f"a packed text has more than {MAX_TEXT_BYTES} bytes")
+        raise BadFile(f"a compressed text has more than {MAX_TEXT_BYTES} bytes")
     return text
 
 
@@ -156,7 +157,7 @@ def _jpeg(file: _File) -> Iterator[tuple[str, str]]:
             return
         mark, kind, size = struct.unpack(">BBH", header)
         if mark != 0xFF or kind == 0xDA or size < 2:
-            # The picture itself: no texts follow it.
+            # Pixels start here, and no texts follow.
             return
         content = file.read(size - 2)
         if kind == 0xE1 and content.startswith(b"Exif\0\0"):
@@ -188,12 +189,12 @@ def _exif(content: bytes) -> Iterator[tuple[str, str]]:
                 if length > 4:
                     (place,) = struct.unpack_from(f"{order}I", content, place)
                 value = content[place : place + length]
-                # A user's comment begins with the name of its characters.
+                # A user comment starts with the name of its character set.
                 yield _labelled(_text(value[8:] if tag == 0x9286 and len(value) > 8 else value))
 
 
 def _labelled(text: str) -> tuple[str, str]:
-    """`prompt:{…}` by its label. What has none is a comment."""
+    """Split `prompt:{…}` into label and text. A text without a label is a comment."""
     label, colon, rest = text.partition(":")
     label = label.strip("\0 \n")
     if colon and label.lower() in ("prompt", "workflow"):
@@ -237,7 +238,7 @@ def _mp4(file: _File) -> Iterator[tuple[str, str]]:
 
 
 def _mp4_texts(file: _File, start: int, end: int, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """`moov/udta/meta` or `moov/meta`: names in `keys` and values in `ilst`, or `ilst` with names of four letters."""
+    """Read `moov/udta/meta` or `moov/meta`: names in `keys` and values in `ilst`, or `ilst` with four-letter names."""
     names: list[str] = []
     for at, kind, size in _boxes(file, start, end):
         if depth > _MAX_DEPTH:
@@ -276,7 +277,7 @@ def _mp4_names(content: bytes) -> list[str]:
 
 
 def _boxes(file: _File, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
-    """Where the content of each box begins, its kind, and its size. The file stands there."""
+    """The start, kind and size of the content of each box. The file is positioned at the start."""
     while file.step():
         if start + 8 > end:
             return
@@ -323,14 +324,14 @@ def _webm_tags(file: _File, start: int, end: int, depth: int = 0) -> Iterator[tu
 
 
 def _elements(file: _File, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Where the content of each element begins, its id, and its size."""
+    """The start, id and size of the content of each element."""
     while file.step():
         if start >= end:
             return
         file.seek(start)
         kind, size = _number(file, keeps_mark=True), _number(file)
         at = file.tell()
-        # Of a stream nobody knew the size: then it goes on to the end.
+        # A stream has no known size and extends to the end.
         size = end - at if size is None else size
         if kind is None or at + size > end:
             return
@@ -339,14 +340,14 @@ def _elements(file: _File, start: int, end: int) -> Iterator[tuple[int, int, int
 
 
 def _number(file: _File, *, keeps_mark: bool = False) -> int | None:
-    """A number whose first bit that is set says how many bytes it has. None: it is not known."""
+    """A variable-length integer: its first set bit gives the number of bytes. None: unknown size."""
     first = file.read(1)[0]
     length = 9 - first.bit_length()
     if length > 8:
         return None
     rest = file.read(length - 1)
     if len(rest) < length - 1:
-        raise BadFile("it is cut off")
+        raise BadFile("it is truncated")
     mark = 1 << (7 * length)
     value = int.from_bytes(bytes([first]) + rest, "big")
     if keeps_mark:

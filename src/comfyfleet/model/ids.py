@@ -1,8 +1,6 @@
-"""Names that must not be mixed up. Each is a plain string at run time; the type checker keeps them apart.
+"""Id types, prompt ids and trace ids. Each id is a plain string at run time; the type checker tells them apart.
 
-Which trace a job belongs to: the caller's, by the W3C header `traceparent`, else one that follows from the job's id.
-
-So every job has one, nothing need be made up or kept for a caller who has none, and every process finds the same.
+The trace of a job is the caller's W3C `traceparent`, else it follows from the job id, so every process finds the same.
 """
 
 from __future__ import annotations
@@ -27,29 +25,28 @@ _ATTEMPTS = uuid.UUID("6b0f3f0c-5d0a-5c57-9f43-2c7f1e6c0a11")
 
 
 def prompt_id_of(attempt_id: str) -> str:
-    """The id an attempt runs under on a server.
+    """The id under which an attempt runs on a server: a lower-case UUID, which every ComfyUI accepts.
 
-    It follows from the attempt alone, so that any agent can look up what became of it, and it has the one form
-    every ComfyUI accepts: a canonical lower-case UUID.
+    It depends only on the attempt, so any agent can look up the attempt's state.
     """
     return str(uuid.uuid5(_ATTEMPTS, attempt_id))
 
 
-_FORM = re.compile(
+_TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.{0,100})?"
 )
 
 
 def parse_traceparent(given: str | None) -> str | None:
-    """As it was given, or None where it is not one: a trace is a help and never a reason to refuse."""
-    if given is None or _FORM.fullmatch(text := given.strip()) is None:
+    """The valid `traceparent`, or None: a wrong one is ignored, never refused."""
+    if given is None or _TRACEPARENT.fullmatch(text := given.strip()) is None:
         return None
-    # A later version may have more at its end, which nobody here could pass on rightly.
+    # A later version may have more fields, which this version does not understand.
     return text[:55]
 
 
 def traceparent_of(job_id: JobId, given: str | None) -> str:
-    """The trace of a job whose caller has none is its id, which is a UUID; not sampled, as nobody asked for it."""
+    """The caller's trace, else one that follows from the job id and is not sampled."""
     if given is not None:
         return given
     digest = hashlib.sha256(job_id.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a tenant asked for: the submission, its record, and what came of it. The tenant's side of the house."""
+"""The tenant's side of a job: the submission, the job record and the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Urgency = Literal["low", "normal", "high", "critical"]
 
 
 class Timeouts(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Accept, start and stall end an attempt and are watched by the agent; total ends the job, from its submit."""
+    """The agent watches accept, start and stall, which end an attempt. Total starts at the submit and ends the job."""
 
     accept_s: float | None = None
     start_s: float | None = None
@@ -27,7 +27,7 @@ class Timeouts(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
 
 class Attachment(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file to place on the server before the run, and the node input that gets its name there."""
+    """A file that the agent uploads to the server before the run, and the node input that gets its name."""
 
     filename: str
     data: bytes
@@ -37,18 +37,18 @@ class Attachment(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file that a hub keeps, and the node input that gets it: one that was uploaded, or what an earlier job left."""
+    """A file of the hub for a node input: an uploaded file, or an output of an earlier job."""
 
     node: str
     input: str
     file: str | None = None
-    """The hub's own name for it. Of an earlier job's output it is known once that job has completed."""
+    """The file id. For an output of an earlier job it is known when that job has completed."""
     job: JobId | None = None
-    """The earlier job whose output it is."""
+    """The earlier job."""
     output: str | None = None
-    """Which of its outputs: those of a node, or those whose name is like a pattern. None means any."""
+    """Selects the outputs by node id or by a pattern for the file name. None: any."""
     index: int = 0
-    """Which of several, in the order of the result."""
+    """Which of several outputs, in the order of the result."""
     kind: Literal["image", "mask"] = "image"
     sha256: str | None = None
     size: int | None = None
@@ -83,17 +83,15 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     inputs: tuple[JobInput, ...] = ()
     webhook: Webhook | None = None
     traceparent: str | None = None
-    """The caller's trace, where it has one. A repeat may come with another."""
+    """The caller's trace. A repeated submission may have another one."""
     variants: tuple[WorkflowVariant, ...] = ()
-    """Found out at submit, of a workflow of the editor: as servers run it whose nodes have other inputs."""
+    """Variants of an editor workflow for servers whose nodes have other inputs. The submit computes them."""
     sent: str | None = None
-    """A digest of what was sent, where that is not kept as it came."""
+    """A digest of the request, if the store does not hold the request as sent."""
 
     @property
     def input_files(self) -> tuple[InputFile, ...]:
-        """Those that are known; all of them, once the job may be leased."""
-        if not self.inputs:
-            return ()
+        """The known files. When the job may be leased, all are known."""
         return tuple(
             InputFile(each.node, each.input, each.file, kind=each.kind)
             for each in self.inputs
@@ -101,24 +99,24 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def payload_bytes(self) -> int:
-        """What it takes to keep: as JSON, and attachments as they are."""
+        """The stored size: JSON plus raw attachments."""
         attached = sum(len(attachment.data) for attachment in self.attachments)
         plain = msgspec.structs.replace(self, attachments=()) if attached else self
         return len(msgspec.json.encode(plain)) + attached
 
 
 class OutputFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file a run left on its server."""
+    """An output file of a run."""
 
     node_id: str
     kind: str
-    """images, gifs, video, audio, latents …: the key the node reported it under."""
+    """The key under which the node reported it: images, gifs, video, audio, latents …"""
     filename: str
     subfolder: str = ""
     folder: str = "output"
     url: str | None = None
     file_id: str | None = None
-    """Where it was uploaded: the hub's own name for it."""
+    """The file id at the hub, if it was uploaded."""
 
 
 class NodeTiming(msgspec.Struct, frozen=True, gc=False):
@@ -129,14 +127,14 @@ class NodeTiming(msgspec.Struct, frozen=True, gc=False):
 
 class JobResult(msgspec.Struct, frozen=True, omit_defaults=True):
     outputs: dict[str, dict[str, Any]] = {}
-    """By node id, as the service reported them, narrowed to the included outputs where some were named."""
+    """By node id, as the service reported them; only `include_outputs`, if given."""
     files: tuple[OutputFile, ...] = ()
     timings: tuple[NodeTiming, ...] = ()
     cached_nodes: tuple[str, ...] = ()
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The record of a job. Its phase follows the dispatch; payload and result live only here."""
+    """The record of a job. Its phase follows the dispatch. Only the record holds payload and result."""
 
     job_id: JobId
     tenant: TenantId
@@ -146,7 +144,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     reference: str | None = None
     seeds: dict[str, int] | None = None
     priority: int | None = None
-    """Where it was changed since the submit."""
+    """Set if the priority changed after the submit."""
     phase: Phase = Phase.QUEUED
     round: int = 1
     worker_id: WorkerId | None = None
@@ -155,7 +153,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     completed_at: float | None = None
     result: JobResult | None = None
     failure: Failure | None = None
-    """The last attempt's failure; cleared on success."""
+    """The failure of the last attempt. Success clears it."""
     is_late: bool = False
     unreadable: str | None = None
-    """Why what was sealed of it cannot be opened (any more). Said by whoever reads it, and never kept."""
+    """Why the payload cannot be decrypted. The reader sets it; it is never stored."""

@@ -1,7 +1,7 @@
-"""Credits as entries in a book: postings that are only ever added, holds, their settlements, and what things cost.
+"""Credits: append-only postings, holds, settlements, prices and usage.
 
-Amounts are whole numbers of the operator's smallest unit. What follows from what is `policy/accounting.py`'s; the books
-themselves lie in the tenants' databases (`tenancy/database/port.py`).
+Amounts are whole numbers of the operator's smallest unit. `policy/accounting.py` has the rules, and the tenant
+databases hold the ledgers (`tenancy/database/port.py`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import msgspec
 from comfyfleet.model.ids import JobId, TenantId, WorkerId, WorkflowHash
 
 MAX_CREDITS = 10**15
-"""The most that one entry may move; thousands of such entries still add up within 64 bits."""
-
-
+"""The maximum of one entry. The sum of thousands of such entries fits in 64 bits."""
 Credits = Annotated[int, msgspec.Meta(ge=0, le=MAX_CREDITS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 
 class HoldId(NamedTuple):
-    """Of a hold, its settlement and both outbox entries. With the round, a late refund of the first round cannot settle
-    the hold of the second."""
+    """Identifies a hold, its settlement and both outbox entries. The round is part of it, so a late refund of one
+    round cannot settle the hold of the next."""
 
     job_id: JobId
     round: int
@@ -41,30 +39,30 @@ class PostingKind(StrEnum):
 
 
 class Posting(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One line of a tenant's book. A mistake is put right by another line."""
+    """One entry of a tenant's ledger. Another entry corrects a mistake."""
 
     tenant: TenantId
     kind: PostingKind
     balance: int
-    """By how much the balance changes …"""
+    """Change of the balance."""
     held: int
-    """… and by how much what is held of it."""
+    """Change of the held amount."""
     at: float
     reference: str
-    """What it is for: a hold, a grant, an adjustment. Of one kind there is one posting for each."""
+    """The hold, grant or adjustment that caused it. Kind and reference together are unique."""
     note: str = ""
     number: int = 0
-    """Its place in the book, given by the database."""
+    """The database assigns the number."""
 
 
 class Account(msgspec.Struct, frozen=True, gc=False):
-    """What the postings of a tenant add up to."""
+    """The sums of a tenant's postings."""
 
     tenant: TenantId
     balance: int = 0
     held: int = 0
     pending: int = 0
-    """Granted but not yet confirmed: shown, and never spent."""
+    """Granted but not confirmed: shown, but not available."""
 
     @property
     def available(self) -> int:
@@ -72,7 +70,7 @@ class Account(msgspec.Struct, frozen=True, gc=False):
 
 
 class Hold(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Credits set aside for one round of a job: the most it can cost."""
+    """Credits reserved for one round of a job: its maximum price."""
 
     hold_id: HoldId
     tenant: TenantId
@@ -86,12 +84,12 @@ class Outcome(StrEnum):
 
 
 class Settlement(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What became of a hold. There is one for each, for ever."""
+    """The end of a hold. Each hold has exactly one."""
 
     hold_id: HoldId
     outcome: Outcome
     consumed: int
-    """Of what was held; the rest is returned."""
+    """The consumed part of the hold. The rest is refunded."""
     at: float
     note: str = ""
 
@@ -103,7 +101,7 @@ class GrantState(StrEnum):
 
 
 class CreditGrant(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Credits somebody gives to a tenant. While it is pending (a payment on its way) nothing is posted."""
+    """Credits for a tenant. While the grant is pending (a payment in progress), nothing is posted."""
 
     grant_id: str
     tenant: TenantId
@@ -114,7 +112,7 @@ class CreditGrant(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Adjustment(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A correction, up or down."""
+    """A positive or negative correction."""
 
     adjustment_id: str
     tenant: TenantId
@@ -124,7 +122,7 @@ class Adjustment(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a run took, as far as a price asks for it."""
+    """The usage of a run, as prices need it."""
 
     service: str
     outputs: int = 0
@@ -132,7 +130,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class RunEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What an ended round took, and what it cost on either side: the tenant credits, the operator the worker's time."""
+    """Usage and cost of an ended round: credits for the tenant, worker time for the operator."""
 
     hold_id: HoldId
     tenant: TenantId
@@ -141,45 +139,45 @@ class RunEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     phase: str
     at: float
     worker_id: WorkerId | None = None
-    """Of the last attempt."""
+    """The worker of the last attempt."""
     outputs: int = 0
     gpu_milliseconds: int = 0
-    """Of all attempts; a price counts the last one's alone."""
+    """All attempts. A price counts only the last one."""
     consumed: int = 0
     cost_micros: int | None = None
-    """Millionths of whatever unit the worker's rate per hour is in. None: no rate is known."""
+    """Millionths of the unit of the worker's hourly rate. None: the worker has no rate."""
     verified_by: str = ""
-    """Who looked at the outputs: `hub`, or the `worker` itself. Empty: there was nothing to look at."""
+    """Who verified the outputs: `hub` or `worker`. Empty: there were no outputs."""
     number: int = 0
-    """Its place in the list, given by the database."""
+    """The database assigns the number."""
 
 
 UsageBy = Literal["tenant", "workflow", "worker", "day"]
 
 
 class UsageLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What ended rounds took together; of what was not asked for, nothing is said."""
+    """The summed usage of ended rounds. Only the requested grouping fields are set."""
 
     tenant: TenantId | None = None
     workflow_hash: WorkflowHash | None = None
     worker_id: WorkerId | None = None
     day: int | None = None
-    """Of the end of a round, counted from 1970, by UTC."""
+    """The UTC day on which the round ended, counted from 1970."""
     rounds: int = 0
     completed: int = 0
     outputs: int = 0
     gpu_milliseconds: int = 0
     consumed: int = 0
     cost_micros: int | None = None
-    """Of those rounds whose worker has a rate."""
+    """The sum over rounds whose worker has a rate."""
 
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One round of a job as its tenant pays for it."""
+    """What a tenant pays for one round of a job."""
 
     hold_id: HoldId
     phase: str
-    """`open`, or how it ended."""
+    """`open`, or the final phase."""
     opened_at: float
     held: int
     price: Price | None = None
@@ -200,20 +198,20 @@ class FlatPrice(msgspec.Struct, frozen=True, tag="flat", tag_field="by", forbid_
 class ServicePrice(msgspec.Struct, frozen=True, tag="service", tag_field="by", forbid_unknown_fields=True):
     services: dict[str, Credits]
     otherwise: Credits | None = None
-    """For a service that is not listed. None: it is not sold."""
+    """The price of a service that is not listed. None: such a service is not sold."""
 
 
 class OutputPrice(msgspec.Struct, frozen=True, tag="output", tag_field="by", forbid_unknown_fields=True):
     credits_each: Credits
     most_outputs: Count
-    """So many are held for, and charged at the most."""
+    """The hold covers this number, and no more is charged."""
     base: Credits = 0
 
 
 class GpuPrice(msgspec.Struct, frozen=True, tag="gpu_second", tag_field="by", forbid_unknown_fields=True):
     credits_per_second: Credits
     most_seconds: Count
-    """So many are held for, and charged at the most."""
+    """The hold covers this number, and no more is charged."""
     base: Credits = 0
 
 
@@ -221,7 +219,7 @@ Price = FlatPrice | ServicePrice | OutputPrice | GpuPrice
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """Everything a database knows of one tenant's credits, for whoever checks it."""
+    """All credit records of one tenant, for checks."""
 
     account: Account
     postings: tuple[Posting, ...]
@@ -230,4 +228,4 @@ class Ledger(msgspec.Struct, frozen=True):
     settlements: tuple[Settlement, ...]
     grants: tuple[CreditGrant, ...] = ()
     endings: dict[HoldId, str] = {}
-    """The phase of each round that the database says has ended."""
+    """The final phase of each ended round."""

@@ -1,13 +1,7 @@
-"""Which values of a node the ComfyUI editor shows as widgets, and in which order: all it takes to read its files.
+"""What a server's `/object_info` says of each node class: the widgets that the editor shows, and what inputs accept.
 
-Read from a server's `/object_info`, which is megabytes; this is a few bytes for each input. What is done with it is
-`editor_conversion.py`'s.
-
-What a server accepts of each node class: its inputs, their types and choices, and its outputs.
-
-Read from `/object_info`, whose text, prices and file lists are left out. So servers with equal versions of their nodes
-have equal signatures, whatever models and pictures lie on their disks. What follows from a signature that does not
-accept a graph is policy's business (`policy/acceptance.py`).
+`editor_conversion.py` uses the widgets, `policy/acceptance.py` the signatures. Texts, prices and file lists are left
+out, so servers with equal node versions have equal signatures whatever models and pictures they hold.
 """
 
 from __future__ import annotations
@@ -21,11 +15,11 @@ import msgspec
 from comfyfleet.model.workflow_hash import MODEL_EXTENSIONS, RESOURCE_INPUTS
 
 MAX_DEPTH = 8
-"""Choices within choices of a dynamic combo."""
+"""Nesting of dynamic combos."""
 MAX_TEXT = 64 * 1024
-"""A longer default is no text that a person wrote."""
+"""A longer default is not a text that a person wrote."""
 
-# As in the editor's own table of widgets (`ComfyWidgets`); every other type is a socket and nothing else.
+# As in the editor's table `ComfyWidgets`. Every other type is only a socket.
 _WIDGET_TYPES = frozenset(
     [
         "INT",
@@ -54,19 +48,19 @@ _UPLOADS = ("image_upload", "animated_image_upload", "video_upload", "audio_uplo
 _LIBRARIES = (*_UPLOADS, "file_upload", "remote")
 _LARGEST = (1 << 64) - 1
 _MAX_CHOICES = 1_000
-"""A longer list is no list of modes."""
+"""A longer list is not a list of modes."""
 
 Trait = Literal["", "control", "control_and_filter", "curve", "button"]
-"""`control`: a control_after_generate follows; `button`: the editor's own upload button, which is no input."""
+"""`control`: a control_after_generate follows. `button`: the editor's upload button, which is not an input."""
 
 
 class Widget(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     name: str
     default: Any = None
-    """What the editor shows where a file has no value. None: nothing is known."""
+    """The editor's value if the file has none. None: not known."""
     trait: Trait = ""
     choices: dict[str, tuple[Widget, ...]] = {}
-    """Of a dynamic combo: the widgets that follow it when this was chosen."""
+    """For a dynamic combo: the widgets that follow it, by choice."""
 
 
 NodeDefinitions = Mapping[str, tuple[Widget, ...]]
@@ -74,7 +68,7 @@ NodeDefinitions = Mapping[str, tuple[Widget, ...]]
 
 
 def read_definitions(object_info: Mapping[str, Any]) -> dict[str, tuple[Widget, ...]]:
-    """A class that cannot be understood has no entry; whatever else a server says of it is not needed here."""
+    """The widgets of each class. A class with unknown content has no entry."""
     found: dict[str, tuple[Widget, ...]] = {}
     for name, content in object_info.items():
         if isinstance(content, Mapping) and isinstance(content.get("input"), Mapping):
@@ -96,7 +90,7 @@ def _widgets(
         has_button = False
         for name in names:
             kind, options = read_spec(inputs[name])
-            # Of an optional input, "as an input by default" means that it has no value of its own.
+            # An optional input with `defaultInput` has no widget value.
             is_socket = options.get("forceInput") or (group == "optional" and options.get("defaultInput"))
             if is_socket:
                 continue
@@ -110,7 +104,7 @@ def _widgets(
 
 
 def read_spec(spec: Any) -> tuple[str, Mapping[str, Any]]:
-    """The type and the options of an input; a list of choices is a combo, as in older servers."""
+    """The type and options of an input. Older servers send a list of choices in place of the type COMBO."""
     if not isinstance(spec, list) or not spec:
         return "", {}
     options: dict[str, Any] = dict(spec[1]) if len(spec) > 1 and isinstance(spec[1], Mapping) else {}
@@ -131,8 +125,8 @@ def _dynamic(name: str, options: Mapping[str, Any], depth: int) -> Widget:
 
 
 def fixed_choices(name: str, options: Mapping[str, Any]) -> list[Any]:
-    """The choices of a combo, where they come with the node's code. Empty: it has none, or they list what lies on the
-    server's disk (models, pictures, folders), which differs from machine to machine."""
+    """The choices of a combo that the node's code defines. Empty if there are none, or if they list files on the
+    server's disk, which differ between machines."""
     choices = options.get("options")
     if not isinstance(choices, list) or len(choices) > _MAX_CHOICES:
         return []
@@ -164,18 +158,18 @@ def _default(name: str, kind: str, options: Mapping[str, Any]) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is the same for every reader of JSON: a text, a truth value, or a number of ordinary size."""
+    """Whether every JSON reader decodes it alike: a string, a boolean, or a number of at most 64 bits."""
     return isinstance(value, str | bool) or (isinstance(value, int | float) and abs(value) <= _LARGEST)
 
 
 def _trait(name: str, kind: str, options: Mapping[str, Any]) -> Trait:
     if kind == "CURVE":
         return "curve"
-    told = options.get("control_after_generate")
+    declared = options.get("control_after_generate")
     if kind == "COMBO":
-        return "control_and_filter" if told else ""
-    # A seed has one unless its node says that it has none.
-    is_controlled = kind == "INT" and name in _SEEDS if told is None else told
+        return "control_and_filter" if declared else ""
+    # A seed has a control by default.
+    is_controlled = kind == "INT" and name in _SEEDS if declared is None else declared
     return "control" if is_controlled else ""
 
 
@@ -189,7 +183,7 @@ class InputSignature(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     kind: str
     is_required: bool = False
     choices: tuple[Choice, ...] | None = None
-    """The values that it accepts, sorted. None: any, or a list that differs from machine to machine."""
+    """The accepted values, sorted. None: any value, or a list that differs between machines."""
     low: float | None = None
     high: float | None = None
 
@@ -198,22 +192,22 @@ class NodeSignature(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     inputs: dict[str, InputSignature]
     outputs: tuple[str, ...] = ()
     is_core: bool = False
-    """It comes with ComfyUI. Any other class may check its values by rules that cannot be seen from outside."""
+    """The class is part of ComfyUI. Other classes may check values by rules that `/object_info` does not show."""
     is_output: bool = False
-    """A server checks nodes of this class, and all that they depend on. Others it does not look at."""
+    """A server validates only output nodes and the nodes on which they depend."""
 
 
 NodeSignatures = Mapping[str, NodeSignature]
 
 
 class NodeCatalog(msgspec.Struct, frozen=True):
-    """All that a fleet keeps of a server's node classes. Servers with equal versions of their nodes have equal ones."""
+    """The node classes of a server. Servers with equal node versions have equal catalogs."""
 
     definitions: dict[str, tuple[Widget, ...]]
     signatures: dict[str, NodeSignature] = {}
 
     def signature(self) -> str:
-        """Its name: the hash of its content, the same in every process."""
+        """The hash of the content, equal in every process."""
         return hashlib.sha256(_ENCODER.encode(self)).hexdigest()[:32]
 
 
@@ -226,10 +220,10 @@ def read_catalog(object_info: Mapping[str, Any], *, checks_new_style: bool = Fal
 def read_signatures(
     object_info: Mapping[str, Any], *, checks_new_style: bool = False
 ) -> dict[str, NodeSignature]:
-    """A class that cannot be understood has no entry: a server that has it is asked by trying.
+    """The signature of each class. A class with unknown content has no entry; only a run shows what it accepts.
 
     `checks_new_style`: the server refuses values that a new-style combo (`["COMBO", {"options": …}]`) does not list.
-    Releases up to 0.7.0 accept any.
+    Releases up to 0.7.0 accept any value.
     """
     found: dict[str, NodeSignature] = {}
     for name, content in object_info.items():
@@ -265,7 +259,7 @@ def _is_old_style(spec: Any) -> bool:
 
 def _read_input(name: str, spec: Any, *, is_required: bool, is_checked: bool) -> InputSignature:
     _, options = read_spec(spec)
-    # The type of its wires; which widget the editor shows for it is another matter.
+    # The type of its links, not of its widget.
     kind = _type_name(spec[0]) if isinstance(spec, list) and spec else ""
     choices = fixed_choices(name, options) if is_checked and kind == "COMBO" else []
     return InputSignature(
@@ -280,7 +274,7 @@ def _read_input(name: str, spec: Any, *, is_required: bool, is_checked: bool) ->
 def _sorted(choices: list[Any]) -> tuple[Choice, ...] | None:
     if not choices or not all(is_plain(choice) for choice in choices):
         return None
-    # By type first: of two choices, one may be 1 and the other "1".
+    # By type first: 1 and "1" do not compare.
     return tuple(choice for _, choice in sorted({(type(each).__name__, each) for each in choices}))
 
 

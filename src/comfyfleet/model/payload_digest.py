@@ -1,7 +1,7 @@
-"""The SHA-256 of what a lease runs: a dispatch carries it from the submit, and the agent compares it before it runs.
+"""The SHA-256 of what a lease runs. The dispatch carries it from the submit; the agent verifies it before the run.
 
-Owns what is part of the digest and in which form. The id of the job is part of it, so the payload of another job never
-fits, and seeds that were drawn are in the graph as they run. What does not run (metadata, timeouts, links) is not part.
+The job id is part of the digest, so the payload of another job never fits. Drawn seeds are part of the graph. Metadata,
+timeouts and URLs are not part.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 def runnable_workflow(job: Job, signature: str | None = None) -> dict[str, Any]:
-    """The graph as a server with this signature runs it, with the seeds that were drawn for it."""
+    """The graph for a server with this signature, with the drawn seeds."""
     workflow = graph_for(job.payload.workflow, job.payload.variants, signature)
     return with_seeds(workflow, job.seeds).to_graph() if job.seeds else workflow
 
 
 def job_sha256(job: Job) -> bytes:
-    """Of a job whose files are all known, with every graph that a lease on it may run."""
+    """The digest of a job whose files are all known. It covers every variant that a lease may run."""
     return _job_digest(job, runnable_workflow(job), job.payload.variants)
 
 
 def lease_sha256(job: Job, workflow: dict[str, Any], carried: bytes | None) -> bytes:
-    """Of a lease that runs this graph of the job. `carried`: what the dispatch says of the job since its submit."""
+    """The digest of a lease that runs this graph. `carried` is the digest that the dispatch has from the submit."""
     if carried is not None and not job.payload.variants:
         return carried
     if carried is not None and carried != job_sha256(job):
-        # The record is not that of the dispatch: the agent finds that out, and runs nothing.
+        # The record does not belong to the dispatch. The agent detects the mismatch and does not run it.
         return carried
     return _job_digest(job, workflow, ())
 
@@ -57,7 +57,7 @@ def _job_digest(job: Job, workflow: dict[str, Any], variants: Sequence[WorkflowV
 
 
 def leased_sha256(job: LeasedJob) -> bytes:
-    """Of a lease as it arrived."""
+    """The digest of a lease as it arrived at the agent."""
     return _digest(
         job.job_id,
         job.service,

@@ -1,7 +1,7 @@
-"""What a job needs and what it wishes for.
+"""Requirements and preferences of a job: requirements filter workers, preferences rank them.
 
-Needs filter, wishes rank. Jobs with equal needs and wishes form a requirement class; whether a worker may take the
-class is decided once (`policy/feasibility.py`) and kept as a value.
+Jobs with equal requirements and preferences form a requirement class. `policy/feasibility.py` decides once for each
+class and worker profile whether they match.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HardwareNeed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     cpu_cores: int = 0
     ram_gb: float = 0
     gpu_memory_above_gb: float = 0
-    """A card of this size was seen to be too small; strictly more is needed."""
+    """A GPU with this memory was too small. The job needs strictly more."""
     cpu_threads: int = 0
 
 
@@ -37,7 +37,7 @@ class LocationNeed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Hard needs: a worker that misses one is never offered the job."""
+    """A worker that misses one requirement never gets the job."""
 
     service: str = "comfyui"
     provider: str | None = None
@@ -48,24 +48,24 @@ class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     location: LocationNeed = LocationNeed()
     max_processing_s: float | None = None
     slow_worker_classes: tuple[str, ...] = ()
-    """Learned, not asked for: classes of workers on which this workflow takes longer than `max_processing_s`."""
+    """From statistics: worker classes on which this workflow takes longer than `max_processing_s`."""
     refused_by: tuple[str, ...] = ()
-    """Learned, not asked for: signatures of servers whose versions of the nodes do not accept this workflow."""
+    """From the catalogs: signatures of servers whose node versions do not accept this workflow."""
     environment: Environment | None = None
     max_cost_tier: CostTier | None = None
     workers: tuple[WorkerId, ...] | None = None
-    """Only these workers (an affinity). None means any."""
+    """Only these workers. None: any."""
     exclude_workers: tuple[WorkerId, ...] = ()
     needs_files: bool = False
-    """Only workers that fetch files from the hub, and bring there what a run left."""
+    """Only workers that fetch files from the hub and upload outputs there."""
     needs_hub: bool = False
-    """Only workers that take their jobs from a hub: the payload is not in the store for others to read."""
+    """Only workers that take jobs from a hub, because direct workers cannot read the payload in the store."""
     quality: str | None = None
     """Only workers that offer this quality level."""
 
 
 class Preferences(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Wishes: they rank the workers that may take the job and never keep it from running."""
+    """They rank the workers that may take the job."""
 
     workers: tuple[WorkerId, ...] = ()
     models: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Preferences(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class RequirementClass(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All jobs of a tenant with equal needs and wishes."""
+    """All jobs of a tenant with equal requirements and preferences."""
 
     requirements: Requirements
     preferences: Preferences = Preferences()
@@ -83,7 +83,7 @@ class RequirementClass(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def key(self) -> ClassKey:
-        """Equal classes have equal keys in every process: the text is canonical because the fields are ordered."""
+        """Equal classes have equal keys in every process."""
         return ClassKey(hashlib.sha256(_ENCODER.encode(_normal(self))).hexdigest()[:24])
 
 
@@ -91,7 +91,7 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 def _normal(cls: RequirementClass) -> RequirementClass:
-    """Sets are written as tuples; their order carries no meaning and must not make two classes of one."""
+    """Sort the tuples that are sets: their order must not distinguish classes."""
     needs, wishes = cls.requirements, cls.preferences
     return msgspec.structs.replace(
         cls,

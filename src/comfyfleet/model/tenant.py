@@ -1,9 +1,7 @@
-"""Whose jobs they are: a tenant as an operator set it up. What is private to it lies in the database of its pool.
+"""Tenants: their settings, their terms of service, and their share of the fleet.
 
-On which terms a tenant has its part of the fleet, and how much it has had of it so far.
-
-Virtual time is GPU-seconds divided by the tenant's weight. A lease is charged with an estimate, which is put right when
-it ends. What is computed with these numbers stands here, because every store computes it alike.
+Virtual time is GPU-seconds divided by the tenant's weight. A lease is charged with an estimate, which the end of the
+lease corrects. The formulas are here because every store applies them.
 """
 
 from __future__ import annotations
@@ -27,82 +25,81 @@ Weight = Annotated[float, Meta(gt=0, le=1_000_000)]
 class TenantState(StrEnum):
     ACTIVE = "active"
     SUSPENDED = "suspended"
-    """Nothing new is taken, and nothing of it is leased. What runs may end."""
+    """No submits and no leases. Running jobs may end."""
     MOVING = "moving"
-    """Its rows are on their way to another pool: nothing is taken until they are there."""
+    """Its rows are being moved to another database. No submits until then."""
     LEAVING = "leaving"
-    """It is being deleted, with everything of its own."""
+    """The tenant and its resources are being deleted."""
 
 
 class TenantCaps(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The most it may ask for. None: no bound of its own."""
+    """Limits of a tenant. None: no limit."""
 
     max_waiting: Bound | None = None
-    """Open jobs: those that run are among them."""
+    """Open jobs, running ones included."""
     max_running: Bound | None = None
     submits_per_minute: Bound | None = None
     max_priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     max_nodes: Bound | None = None
     max_steps: Bound | None = None
-    """Of any sampler in the graph."""
+    """Steps of any sampler in the graph."""
     max_pixels: Bound | None = None
-    """Width × height of any picture the graph asks for."""
+    """Width × height of any picture in the graph."""
     max_batch: Bound | None = None
-    """Pictures at once, as any node of the graph asks for."""
+    """Batch size of any node in the graph."""
 
 
 class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant_id: TenantId
     pool: str
-    """Where its jobs, files and credits lie."""
+    """The database that holds its jobs, files and credits."""
     created_at: float
     name: str = ""
     state: TenantState = TenantState.ACTIVE
     price: Price | None = None
-    """What a job costs. None: nothing."""
+    """The price of a job. None: jobs are free."""
     weight: Weight = 1.0
-    """Its share of the fleet beside others'."""
+    """Its share of the fleet relative to other tenants."""
     tier: int = 0
     """Added to the priority of each of its jobs."""
     isolation: Isolation = "none"
-    """The least that its jobs ask for."""
+    """The minimum isolation of its jobs."""
     location: LocationNeed = LocationNeed()
-    """Where its jobs must run, whatever they ask for."""
+    """Where its jobs must run, in addition to their own requirements."""
     allows_direct: bool = False
-    """Its payloads may lie in the central store too, where workers without a hub read them."""
+    """The central store may also hold its payloads, where direct workers read them."""
     node_classes: tuple[str, ...] | None = None
-    """The only ones it may use, as patterns. None: any."""
+    """Patterns of the allowed classes. None: any."""
     denied_node_classes: tuple[str, ...] = ()
     models: tuple[str, ...] | None = None
-    """The only ones it may use, as patterns. None: any."""
+    """Patterns of the allowed models. None: any."""
     denied_models: tuple[str, ...] = ()
     caps: TenantCaps = TenantCaps()
     unrunnable_after: Wait | None = None
-    """Waiting jobs that no known worker can run fail after so many seconds. None: as the hub's setting says."""
+    """After so many seconds, waiting jobs that no known worker can run fail. None: the hub's setting."""
     terms_number: int = 0
-    """Grows with each change of what its jobs are judged by …"""
+    """Grows with each change of the terms. `judged_number` follows when waiting jobs were checked again."""
     judged_number: int = 0
-    """… and this follows, once those that waited were judged again."""
     moving_to: str | None = None
     moving_since: float | None = None
     returns_to: TenantState = TenantState.ACTIVE
-    """What it is again once it has been moved."""
+    """The state after the move."""
     moved_from: str | None = None
-    """Where what it left behind is still being erased."""
+    """The old database, while its rows there are being deleted."""
 
 
 DEFAULT_CHARGE_S = 10.0
-"""What a lease is charged with where nothing is known of the workflow."""
+"""The charge of a lease if the workflow has no statistics."""
 
 
 class TenantTerms(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: TenantId
     weight: float = 1.0
-    """Twice the weight, twice the part of the fleet while others wait too."""
+    """Twice the weight gives twice the share while other tenants wait too."""
     max_leased: int | None = None
-    """So many of its jobs may run at once. None: as many as there are workers."""
+    """How many of its jobs may run at once. None: no limit."""
     held_until: float | None = None
-    """None of its jobs is leased before that time; infinity means until it is said otherwise."""
+    """None of its jobs is leased before this time. Infinity: until the terms change."""
 
     def __post_init__(self) -> None:
         assert 0 < self.weight < float("inf"), "a weight is a number above zero"
@@ -113,18 +110,18 @@ class TenantTerms(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TenantShare(msgspec.Struct, frozen=True):
-    """What a tenant has had, and has now. Jobs are counted from when the first tenant of the fleet got terms."""
+    """A tenant's usage. Jobs are counted from the time when the first tenant of the fleet got terms."""
 
     tenant: TenantId
     virtual_time: float = 0.0
-    """Never falls."""
+    """Never decreases."""
     credit: float = 0.0
-    """What it was charged too much: deducted from what it is charged next."""
+    """An overcharge, which the next charges are reduced by."""
     waiting: int = 0
     leased: int = 0
     is_behind: bool = False
-    """It was kept out, held or at its cap, and may have fallen behind through no wait of its own: with its next lease
-    it starts anew, and until then nobody is measured by it."""
+    """The tenant was held or at its cap and may have fallen behind without having to wait for others. Its next lease
+    starts it anew. Until then it does not count as the least served tenant."""
     terms: TenantTerms | None = None
 
     @property
@@ -144,11 +141,11 @@ class TenantShare(msgspec.Struct, frozen=True):
         )
 
     def is_out(self, now: float) -> bool:
-        """Nothing of it may be leased now."""
+        """None of its jobs may be leased now."""
         return self.terms is not None and (self.is_at_cap or self.terms.is_held(now))
 
     def charged(self, by: float) -> TenantShare:
-        """After so much more virtual time, or less: what is too much never makes it fall."""
+        """Add virtual time. A negative amount becomes credit, so virtual time never decreases."""
         if by < 0:
             return msgspec.structs.replace(self, credit=self.credit - by)
         taken = max(0.0, by - self.credit)
@@ -161,11 +158,11 @@ class TenantShare(msgspec.Struct, frozen=True):
 
 
 def start_among(others: Iterable[TenantShare], greatest: float) -> float:
-    """The virtual time at which a tenant begins to take part: no credit is banked while it has nothing to do.
+    """The virtual time at which a tenant starts, so that it banks no credit while it is idle.
 
-    That of the least served of those that are being served; where nobody is, of those that wait. One that waits for
-    a worker that nobody has does not count while others run: it may wait for ever. Where nobody takes part, the
-    greatest virtual time of all: those who were served before must not pay for having been alone.
+    This is the least virtual time of the tenants with running jobs; without any, of those with waiting jobs. A tenant
+    that only waits does not count while others run, because no worker may ever fit it. If no tenant is open, it is
+    the greatest virtual time, so that a tenant that was alone does not pay for that.
     """
     ranked = [((each.is_behind, each.leased == 0), each.virtual_time) for each in others if each.is_open]
     return min(ranked)[1] if ranked else greatest

@@ -1,7 +1,7 @@
-"""Who is to be told of a job's facts over HTTP, and how far the telling is: webhooks, their secrets, deliveries.
+"""Webhooks, their signing secrets and their deliveries.
 
-A webhook comes with a job or stands for all jobs of a tenant. A delivery is one fact for one webhook; whether and when
-it is tried again is `policy/webhook_delivery.py`'s.
+A webhook belongs to one job or to all jobs of a tenant. A delivery is one fact for one webhook.
+`policy/webhook_delivery.py` decides about retries.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 
 ENDINGS = (FactKind.COMPLETED, FactKind.FAILED, FactKind.CANCELLED)
-"""What is told unless more is asked for."""
+"""The default events."""
 
 OF_THE_JOB = "job"
-"""In place of the id of a webhook: the one that came with the job."""
+"""The webhook id of the webhook that came with the job."""
 
 
 class Webhook(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,20 +30,19 @@ class WebhookSubscription(msgspec.Struct, frozen=True, omit_defaults=True):
     url: str
     created_at: float
     owner: TenantId | None = None
-    """Whose jobs it hears of, and whose secret signs. None: the hub's own, which hears of everybody's."""
+    """The tenant whose jobs it covers and whose secret signs. None: the hub's own, which covers all jobs."""
     events: tuple[FactKind, ...] = ENDINGS
     name: str = ""
 
 
 class SigningSecret(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Kept as it is, not as a digest: every delivery is signed with it."""
+    """Stored in plain form, because every delivery is signed with it."""
 
     secret: str
     created_at: float
     old_secret: str | None = None
-    """The one before the last rotation …"""
+    """The secret before the last rotation. Deliveries are signed with both until `old_until`."""
     old_until: float | None = None
-    """… and until when deliveries are signed with it too."""
 
 
 class DeliveryStatus(StrEnum):
@@ -53,14 +52,14 @@ class DeliveryStatus(StrEnum):
 
 
 class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One fact for one webhook. What is sent is made anew from the job for each attempt."""
+    """One fact for one webhook. Each attempt builds the body anew from the job."""
 
     job_id: JobId
     number: int
-    """Of the fact."""
+    """The number of the fact."""
     webhook_id: str
     owner: TenantId | None
-    """Who sees it, and whose secret signs. None: the hub's operators."""
+    """The tenant that sees it and whose secret signs. None: the hub's operators."""
     url: str
     kind: FactKind
     round: int
@@ -69,9 +68,9 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     status: DeliveryStatus = DeliveryStatus.PENDING
     attempts: int = 0
     tries: int = 0
-    """Attempts since it was made or was last asked for again: what bounds them counts these."""
+    """Attempts since the creation or the last manual retry. The limit applies to these."""
     claimed_until: float | None = None
-    """Some hub is sending it; one that died is not waited for any longer than this."""
+    """Until this time the hub that is sending it owns the delivery. Then another hub may take it."""
     last_at: float | None = None
     last_status: int | None = None
     last_error: str | None = None
@@ -79,5 +78,5 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def delivery_id(self) -> str:
-        """The same for every attempt and from every hub: by it a receiver knows a repeat."""
+        """Equal for every attempt from every hub, so a receiver recognises repeats."""
         return f"{self.job_id}_{self.number}_{self.webhook_id}"

@@ -1,11 +1,6 @@
-"""Who takes leases, and what it offers.
+"""Workers: declared capabilities, live values, the worker record, and the limits towards a ComfyUI server.
 
-Capabilities are what a worker declares plus what its agent discovered. Live values (free memory, load, what is loaded)
-stand apart: they rank, they never filter, and they are not part of a profile.
-
-How much of a ComfyUI server a worker reads, and how long it puts up with one that is of no use.
-
-Data only, apart from the connector that heeds it, so that the command line knows the names without loading that.
+Capabilities form the worker's profile and filter jobs. Live values (free memory, load, loaded models) only rank.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ class Hardware(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Service(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One kind of work a worker does. None for models or node classes: the service has no such list to match."""
+    """One service of a worker. None for models or node classes: the service has no such list to match."""
 
     name: str
     providers: tuple[str, ...] = ()
@@ -50,8 +45,8 @@ class Service(msgspec.Struct, frozen=True, omit_defaults=True):
     models: frozenset[str] | None = None
     node_classes: frozenset[str] | None = None
     signature: str | None = None
-    """Hash of what its nodes accept (`node_classes.py`): servers with one signature accept the same workflows.
-    None: it is not known."""
+    """Hash of what its nodes accept (`node_classes.py`). Servers with equal signatures accept the same workflows.
+    None: not known."""
 
 
 class TenantAccess(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,7 +71,7 @@ class Cost(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seed of every matching decision: the static side of a worker."""
+    """The static side of a worker, which matching uses."""
 
     services: tuple[Service, ...]
     hardware: Hardware = Hardware()
@@ -86,24 +81,22 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     cost: Cost = Cost()
     environment: Environment = "self_hosted"
     moves_files: bool = False
-    """It has a hub to fetch a job's inputs from, and to bring its outputs to."""
+    """The worker fetches inputs from a hub and uploads outputs there."""
     has_hub: bool = False
-    """It takes its jobs from a hub. The hub says so, whatever the worker declares."""
+    """The worker takes its jobs from a hub. The hub sets this field."""
     is_fake: bool = False
-    """It only pretends to work: what it makes is no result that anybody waits for."""
+    """The worker only simulates work."""
     works_beside_real: bool = False
-    """A fake that takes jobs although the fleet has workers that are none."""
+    """A fake worker that takes jobs although the fleet has real workers."""
 
     @property
     def worker_class(self) -> str:
-        """Workers of one class are expected to take equally long for the same workflow."""
+        """Workers of one class should need equal time for the same workflow."""
         gpu = self.hardware.gpu
         return f"{gpu.model or 'unknown'}/{gpu.memory_gb:g}GB/x{gpu.count}"
 
 
 class LiveState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is true just now. Ranks only."""
-
     free_vram_gb: float | None = None
     available_ram_gb: float | None = None
     loaded_models: frozenset[str] = frozenset()
@@ -130,9 +123,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_paused: bool = False
     is_offline: bool = False
     offline_reason: str = ""
-    """What was said when it went: by itself, or by whoever missed it."""
+    """The worker's own reason, or that of the engine that noticed its loss."""
     was_lost: bool = False
-    """When it last went, it was missed."""
+    """It last went offline without deregistering."""
     quarantined_until: float | None = None
     completed: int = 0
     failed: int = 0
@@ -140,13 +133,13 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     disconnects: int = 0
     registrations: int = 0
     revision: int = 0
-    """How often it was written, but for its totals and signs of life."""
+    """The number of writes, except those of totals and heartbeats."""
     instance: str = ""
-    """Which agent works under this name. Empty: it has not said."""
+    """The agent that uses this worker id. Empty: not given."""
 
     @property
     def registration(self) -> str:
-        """The same as long as it has neither registered anew nor come back."""
+        """It changes when the worker registers again or comes back."""
         return f"{self.registrations} {self.connected_at!r}"
 
     def takes_work(self, now: float) -> bool:
@@ -158,7 +151,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def matches_like(self, other: WorkerRecord) -> bool:
-        """Whether both are equal in everything that decides who may take what."""
+        """Whether matching treats both alike."""
         return (
             self.capabilities == other.capabilities
             and self.profile == other.profile
@@ -167,11 +160,11 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def is_other(self, instance: str) -> bool:
-        """Whether this is another agent's, as far as both say who they are."""
+        """Whether another agent owns this record. False if one of them is not known."""
         return bool(instance and self.instance) and instance != self.instance
 
     def over(self, stored: WorkerRecord) -> WorkerRecord:
-        """This, written over what stands in the store: totals are only ever added to, and nobody is seen earlier."""
+        """Merge with the stored record: only deltas change totals, and `last_seen_at` never decreases."""
         return msgspec.structs.replace(
             self,
             completed=stored.completed,
@@ -183,7 +176,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a run or a sign of life adds to a record, whatever others change in it at the same time."""
+    """What a run or heartbeat adds to a record, independent of concurrent changes."""
 
     completed: int = 0
     failed: int = 0
@@ -210,25 +203,23 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_bytes: Bytes = 128 * MEGABYTE
-    """What an answer of the server may have; one that has more is not read to its end."""
+    """The maximum size of a response. A larger response is not read to its end."""
     max_answer_values: Bytes = 4_000_000
-    """How many values there may be in it: decoded, an empty list takes twenty times its text."""
+    """The maximum number of JSON values in a response. A decoded empty list takes twenty times its text."""
     max_message_bytes: Bytes = 128 * MEGABYTE
-    """What a message of the websocket may have, and all outputs together that are heard of one run, and all pictures
-    that one run sends."""
+    """The maximum of a WebSocket message, and of all outputs and of all pictures of one run together."""
     max_file_bytes: Bytes = 64 * 1024 * MEGABYTE
-    """What a file of the server may have that is saved on this machine."""
+    """The maximum size of a file that is saved to disk."""
     max_fetch_bytes: Bytes = 1024 * MEGABYTE
-    """What a file may have that is read into memory."""
+    """The maximum size of a file that is read into memory."""
     min_free_bytes: Annotated[int, Meta(ge=0)] = 1024 * MEGABYTE
-    """What no file of the server takes of the disk that it is saved on."""
+    """The free disk space that must remain after a file is saved."""
     broken_s: Seconds = 300.0
-    """A server that sends more than it may is not used for so long, then tried again."""
-
+    """After a response above these limits the server is not used for so long."""
     occupied_s: Seconds = 120.0
-    """A prompt of ours waits for so long behind one of somebody else's that shows no sign of life: ours is given back,
-    and the server is not used until that one has ended. Where it ends, the next is waited for twice as long."""
+    """How long a prompt waits behind a prompt of another client that shows no progress. Then the job is released, and
+    the server is not used until that prompt ends. After its end the next one is waited for twice as long."""
     occupied_dead_s: Seconds = 900.0
-    """Such a prompt of somebody else's has not ended after so long: the server's execution thread is dead."""
+    """If such a prompt has not ended after so long, the server's execution thread counts as dead."""
     dead_worker_s: Seconds = 600.0
-    """A server whose execution thread was found dead is tried again after so long, should nothing wait in its queue."""
+    """A server with a dead execution thread is tried again after so long, if its queue is empty."""

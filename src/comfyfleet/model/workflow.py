@@ -1,12 +1,7 @@
-"""A workflow as the rest of the package knows it: parse it, hash it, read what it needs, change a copy.
+"""Workflows for the rest of the package: read from a file, parse, hash, find needs, change a copy.
 
-This is the door: the graph's checks are in `workflow_graph.py`, the hashes in `workflow_hash.py`. Whether a worker has
-what a workflow needs is decided by policy, and chance comes from the caller.
-
-Workflows in files: JSON of any usual shape, and the pictures, sounds and videos in which ComfyUI leaves a workflow.
-
-Owns the shapes and what is said of a file that holds no workflow. How each kind of file is read is
-`file_metadata.py`'s; whether a graph is sound is `workflow_graph.py`'s.
+`workflow_graph.py` checks graphs, `workflow_hash.py` computes the hashes, and `file_metadata.py` reads media files.
+Policy decides whether a worker has what a workflow needs.
 """
 
 from __future__ import annotations
@@ -84,30 +79,28 @@ __all__ = [
 
 SEED_INPUTS = ("seed", "noise_seed")
 FILE_INPUTS = frozenset({"image", "mask", "audio", "video", "file", "latent", "model_file"})
-"""Inputs of loading nodes that name a file in the server's input folder."""
-
-
+"""Inputs of loader nodes that name a file in the server's input folder."""
 MAX_FILE_NAME = 4_096
-"""No file system has longer paths: such a text is something else, whatever it ends with."""
+"""No file system has longer paths, so a longer text is not a file name."""
 
 
 class GraphNeeds(msgspec.Struct, frozen=True):
-    """What a graph shows of its needs. Models and files are named as the graph does, with '/' between folders."""
+    """What a graph needs. Models and files have the graph's names, with '/' between folders."""
 
     node_classes: frozenset[str]
     models: frozenset[str]
-    """Files with a model extension. Names without one ('taesd', 'None', a hub's repository) are not files."""
+    """Files with a model extension. Names without one ('taesd', 'None', a repository) are not files."""
     input_files: frozenset[str]
-    """What loading nodes read: not a need of the worker, but somebody has to upload it."""
+    """Files that loader nodes read. The worker need not have them, but somebody must upload them."""
     last_classes: frozenset[str] = frozenset()
-    """The classes of nodes that feed no other."""
+    """The classes of nodes that feed no other node."""
 
 
 def read_needs(workflow: Workflow | Mapping[str, Any], not_outputs: Container[str] = ()) -> GraphNeeds:
     """The classes, model files and input files that a graph names.
 
-    `not_outputs`: classes that are no output nodes. A server runs what an output node depends on, so files that only
-    other nodes name are no needs. It refuses a class that it does not have wherever that stands.
+    `not_outputs`: classes that are not output nodes. A server runs only what an output node depends on, so it does not
+    need files of other nodes. But it refuses a graph with an unknown class anywhere.
     """
     workflow = _parsed(workflow)
     nodes = workflow.nodes
@@ -118,7 +111,7 @@ def read_needs(workflow: Workflow | Mapping[str, Any], not_outputs: Container[st
             running.update(link.node for link in nodes[node_id].links.values())
     models: set[str] = set()
     files: set[str] = set()
-    # Without an output node nothing would run, and the server will say so.
+    # Without an output node nothing would run, and the server reports that.
     for node_id in running or nodes:
         its_models, its_files = files_of(nodes[node_id])
         models |= its_models
@@ -145,36 +138,33 @@ def files_of(node: Node) -> tuple[set[str], set[str]]:
             if names_model_file(name, text):
                 models.add(text.replace("\\", "/"))
             elif is_loader and name in FILE_INPUTS and text.strip():
-                # The folder is annotated behind the name; the input folder is what is meant without.
+                # The name may end with its folder. The default is the input folder.
                 files.add(text.removesuffix(" [input]").replace("\\", "/"))
     return models, files
 
 
 def asks_for_seed(node: Node) -> bool:
-    """Whether one of its seeds is -1: it shall be drawn."""
+    """Whether one of its seeds is -1, which asks for a random one."""
     return any(_asks_for_chance(node.inputs.get(name)) for name in SEED_INPUTS)
 
 
 def with_input(workflow: Workflow | Mapping[str, Any], node: str, input_name: str, value: Any) -> Workflow:
-    """A copy in which one input has another value or wire. The whole is checked again."""
+    """A copy in which one input has another value or link. The copy is checked again."""
     workflow = _parsed(workflow)
     if node not in workflow.nodes:
         raise InvalidWorkflow(
-            f"There is no node {node!r} in the workflow, so its {input_name!r} cannot be set."
+            f"The workflow has no node {node!r}, so its input {input_name!r} cannot be set."
         )
     graph = workflow.to_graph()
     graph[node]["inputs"][input_name] = value
-    # The bounds were the parser's argument when the graph came in; changing an input adds no node.
+    # The caller chose the limits when the graph was parsed. A changed input adds no node.
     return parse_workflow(graph, max_nodes=len(graph), max_chain=max(MAX_CHAIN, len(graph)))
 
 
 def resolve_seeds(
     workflow: Workflow | Mapping[str, Any], chance: Callable[[], int]
 ) -> tuple[Workflow, dict[str, int]]:
-    """A copy in which every seed of -1 has become a drawn one, and the drawn seeds by node id.
-
-    One number is drawn for each node, whichever of its inputs asks.
-    """
+    """A copy with a random seed for every seed of -1, and the drawn seeds by node id: one for each node."""
     workflow = _parsed(workflow)
     drawn: dict[str, int] = {}
     changes: dict[str, dict[str, Any]] = {}
@@ -187,7 +177,7 @@ def resolve_seeds(
 
 
 def with_seeds(workflow: Workflow | Mapping[str, Any], seeds: Mapping[str, int]) -> Workflow:
-    """A copy in which every seed of -1 has become the one that was drawn for its node."""
+    """A copy in which every seed of -1 is replaced by the seed that was drawn for its node."""
     workflow = _parsed(workflow)
     return _with_literals(
         workflow,
@@ -204,9 +194,9 @@ def with_seeds(workflow: Workflow | Mapping[str, Any], seeds: Mapping[str, int])
 
 
 def with_filename_prefix(workflow: Workflow | Mapping[str, Any], prefix: str) -> Workflow:
-    """A copy in which every literal `filename_prefix` lies in the folder `prefix`. Wires are left alone.
+    """A copy in which every literal `filename_prefix` is inside the folder `prefix`. Links do not change.
 
-    Raises `InvalidWorkflow` if a name leads out of its folder: it would end among the files of somebody else.
+    Raises `InvalidWorkflow` if a name leads out of its folder, to files of other jobs.
     """
     folder = prefix.replace("\\", "/").strip("/")
     if not folder or ".." in folder.split("/"):
@@ -238,7 +228,7 @@ def _asks_for_chance(value: Any) -> bool:
 
 
 def _with_literals(workflow: Workflow, changes: Mapping[str, Mapping[str, Any]]) -> Workflow:
-    """Literals for literals: the wires stay, so nothing has to be checked again."""
+    """Replace literals only. The links stay, so the graph needs no new check."""
     nodes = dict(workflow.nodes)
     for node_id, values in changes.items():
         node = nodes[node_id]
@@ -248,19 +238,19 @@ def _with_literals(workflow: Workflow, changes: Mapping[str, Mapping[str, Any]])
 
 
 MAX_JSON_BYTES = 256 * 1024 * 1024
-"""No file of JSON is read beyond this; a hub takes less."""
+"""The maximum size of a JSON file. A hub accepts less."""
 MAX_VALUES = 2_000_000
-"""Decoded, a value takes a hundred bytes and more, however short its text."""
+"""A decoded value takes at least a hundred bytes, however short its text is."""
 _MAX_AROUND = 8
-"""Objects around a workflow; a file may have as many as it likes."""
+"""The maximum number of objects around a workflow."""
 _HEAD = 64
 _OWN_FOLDER = re.compile(r"\A(comfyfleet/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}/)+")
 
 
 def read_workflow_file(file: BinaryIO, shown: str) -> dict[str, Any]:
-    """The workflow in a file, as the editor saves it or as servers run it. Raises `InvalidWorkflow` in words.
+    """Read a workflow in editor or API format. Raises `InvalidWorkflow`.
 
-    `file` need not be seekable. `shown` is what it is called in an error.
+    `file` need not be seekable. `shown` is its name in errors.
     """
     if not file.seekable():
         file = io.BytesIO(file.read(MAX_JSON_BYTES + 1))
@@ -273,7 +263,7 @@ def read_workflow_file(file: BinaryIO, shown: str) -> dict[str, Any]:
     kind = kind_of(head)
     if kind is None:
         if size > MAX_JSON_BYTES:
-            raise InvalidWorkflow(f"{shown} has more than {MAX_JSON_BYTES} bytes: no workflow has.")
+            raise InvalidWorkflow(f"{shown} has more than {MAX_JSON_BYTES} bytes, which is too large.")
         return _from_json(file.read(), head, shown)
     try:
         texts = texts_in(file, kind)
@@ -283,8 +273,8 @@ def read_workflow_file(file: BinaryIO, shown: str) -> dict[str, Any]:
 
 
 def workflow_in(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The workflow in an object that holds one: `{"workflow": …}`, `{"prompt": …}` (as ComfyUI is sent it), or the
-    workflow itself. Where it has both, the prompt: servers run that as it is."""
+    """The workflow in `{"workflow": …}`, in `{"prompt": …}` (a request to ComfyUI), or the object itself. The prompt
+    has precedence, because servers run it unchanged."""
     for _ in range(_MAX_AROUND):
         if isinstance(found.get("nodes"), list) or any(_is_node(each) for each in found.values()):
             break
@@ -312,11 +302,11 @@ def _from_json(content: bytes, head: bytes, shown: str) -> dict[str, Any]:
     start = content.removeprefix(codecs.BOM_UTF8).lstrip()[:_HEAD]
     if start[:1] not in b'{["':
         raise InvalidWorkflow(
-            f"{shown} holds no workflow: it is {_what(start, head)}. A workflow is a JSON file of ComfyUI, or a "
-            "picture that ComfyUI saved."
+            f"{shown} contains no workflow: it is {_what(start, head)}. Pass a JSON file of ComfyUI, or a picture that "
+            "ComfyUI saved."
         )
     if _values_in(content) > MAX_VALUES:
-        raise InvalidWorkflow(f"{shown} has more than {MAX_VALUES} values: no workflow has.")
+        raise InvalidWorkflow(f"{shown} has more than {MAX_VALUES} values, which is too many.")
     try:
         found = decode_workflow(content)
     except InvalidWorkflow as error:
@@ -325,24 +315,24 @@ def _from_json(content: bytes, head: bytes, shown: str) -> dict[str, Any]:
         raise InvalidWorkflow(f"{shown}: {error}") from error
     if not isinstance(found, dict):
         what = "a list" if isinstance(found, list) else "a single value"
-        raise InvalidWorkflow(f"{shown} holds no workflow: its top level is {what}, and not an object.")
+        raise InvalidWorkflow(f"{shown} contains no workflow: its top level is {what}, not an object.")
     return workflow_in(found)
 
 
 def _what(start: bytes, head: bytes) -> str:
     if start[:15].lower().startswith((b"<!doctype html", b"<html")):
-        return "a web page (was the page saved in place of the file?)"
+        return "a web page (did you save the page instead of the file?)"
     if head.startswith(b"PK\x03\x04"):
         return "a ZIP archive"
     if head.startswith(b"GIF8"):
-        return "a GIF picture, in which ComfyUI keeps no workflow"
+        return "a GIF picture, in which ComfyUI saves no workflow"
     if b"\x00" in head:
         return "a binary file of another kind"
     return "text that is not JSON"
 
 
 def _from_texts(texts: Mapping[str, str], shown: str) -> dict[str, Any]:
-    """The prompt first: it is what the server ran. In a video both may stand in one comment."""
+    """The prompt first, because the server ran it. A video may have both in one comment."""
     for name in ("prompt", "workflow", "comment"):
         text = texts.get(name)
         if text is None:
@@ -354,24 +344,21 @@ def _from_texts(texts: Mapping[str, str], shown: str) -> dict[str, Any]:
                 return _without_own_folders(inner)
         if name != "comment":
             raise InvalidWorkflow(
-                f"{shown} carries a {name} that is no workflow: the text is cut off, or changed."
+                f"{shown} carries a {name} that is not a workflow: the text is truncated or changed."
             )
     if not texts:
         raise InvalidWorkflow(f"{shown} carries no workflow: it was saved without metadata.")
     if "parameters" in texts:
-        raise InvalidWorkflow(
-            f"{shown} carries no workflow: its metadata is of another program, which saves parameters alone."
-        )
-    # A file has whatever names it likes.
+        raise InvalidWorkflow(f"{shown} carries no workflow: another program saved it, with parameters only.")
+    # Names in a file can contain anything.
     names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(texts)[:5])
     raise InvalidWorkflow(
-        f"{shown} carries no workflow: its metadata has {names}, and neither prompt nor workflow."
+        f"{shown} carries no workflow: its metadata has {names}, but neither prompt nor workflow."
     )
 
 
 def _without_own_folders(workflow: dict[str, Any]) -> dict[str, Any]:
-    """A run through this package saves into a folder of its own, which is part of the prompt in the picture. The next
-    run gets another one, not one inside that."""
+    """Remove the folder that an earlier run through this package added to the prompt. Otherwise folders would nest."""
     for node in workflow.values():
         inputs = node.get("inputs") if isinstance(node, dict) else None
         prefix = inputs.get("filename_prefix") if isinstance(inputs, dict) else None
@@ -381,7 +368,7 @@ def _without_own_folders(workflow: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decoded(text: str) -> Any:
-    """ComfyUI writes NaN, which is no JSON, beside inputs that changed; nothing that runs depends on it."""
+    """ComfyUI writes NaN, which is not JSON, for changed inputs. Nothing that runs depends on it."""
     if len(text) > MAX_TEXT_BYTES or _values_in(text.encode("utf-8", "surrogatepass")) > MAX_VALUES:
         return None
     try:
@@ -391,5 +378,5 @@ def _decoded(text: str) -> Any:
 
 
 def _values_in(text: bytes) -> int:
-    """At least as many as there are: commas in prompts count too."""
+    """An upper bound: commas in prompts count too."""
     return text.count(b",") + text.count(b"[") + text.count(b"{")

@@ -1,7 +1,6 @@
-"""A workflow graph in ComfyUI's API format, read and checked.
+"""Parses and checks a workflow graph in ComfyUI's API format, before any server sees it.
 
-Owns the parsed form and every reason to turn a graph away before a server sees it. Whether a class or a file exists is
-not known here: that depends on the worker. `workflow.py` is the door to this module and to the hashes.
+Whether a class or a file exists depends on the worker and is not checked here. Other packages import `workflow.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 
 MAX_NODES = 5_000
 MAX_CHAIN = 400
-"""A server validates a graph by recursion along its wires: a longer chain exhausts its stack."""
-
+"""A server validates a graph by recursion along its links. A longer chain exhausts its stack."""
 MAX_SLOT = 65_535
 
 WRAPPED = "__value__"
-"""The key under which a list that is meant as a value is given: ComfyUI's own notation."""
+"""ComfyUI's notation for a list that is a value, not a link."""
 
 _PLAIN = 1 << 64
 _CHECKED_PARTS = frozenset({"class_type", "inputs"})
 
 
 class InvalidWorkflow(Refusal):
-    """The graph can run nowhere. `node_errors` has the form of ComfyUI's own, with every fault that was found."""
+    """No server can run the graph. `node_errors` has ComfyUI's form and contains all errors."""
 
     def __init__(self, message: str, node_errors: Mapping[str, Any] | None = None) -> None:
         self.node_errors: dict[str, Any] = dict(node_errors or {})
@@ -37,7 +35,7 @@ class InvalidWorkflow(Refusal):
 
 
 class NodeLink(msgspec.Struct, frozen=True, gc=False):
-    """A wire into an input: the node it comes from and the number of that node's output."""
+    """A link into an input: the source node and the index of its output."""
 
     node: str
     slot: int
@@ -46,22 +44,22 @@ class NodeLink(msgspec.Struct, frozen=True, gc=False):
 class Node(msgspec.Struct, frozen=True):
     class_type: str
     inputs: Mapping[str, Any]
-    """As submitted, wires among them."""
+    """As submitted, links included."""
     links: Mapping[str, NodeLink]
-    """Those of the inputs that are wires, in order of their names."""
+    """The inputs that are links, ordered by name."""
     content: Mapping[str, Any]
-    """The whole node as submitted, with `_meta` and whatever else there was."""
+    """The whole node as submitted, with `_meta` and unknown parts."""
 
 
 class Workflow(msgspec.Struct, frozen=True):
-    """A checked graph. Nothing in it may be changed in place; the functions of `workflow.py` give changed copies."""
+    """A checked graph. Do not change it in place; the functions of `workflow.py` return changed copies."""
 
     nodes: Mapping[str, Node]
     order: tuple[str, ...]
-    """Node ids, each after all those it takes a wire from."""
+    """Node ids in topological order."""
 
     def to_graph(self) -> dict[str, dict[str, Any]]:
-        """The API-format graph to send to a server. Its dictionaries are new, the values in them are not."""
+        """The API-format graph for a server. Its dictionaries are new, their values are shared."""
         return {
             node_id: {**node.content, "inputs": dict(node.inputs)} for node_id, node in self.nodes.items()
         }
@@ -70,12 +68,12 @@ class Workflow(msgspec.Struct, frozen=True):
 def parse_workflow(
     raw: Mapping[str, Any] | bytes | str, *, max_nodes: int = MAX_NODES, max_chain: int = MAX_CHAIN
 ) -> Workflow:
-    """Read a graph and check all that can be checked without a server. Raises `InvalidWorkflow`."""
+    """Parse a graph and check it as far as possible without a server. Raises `InvalidWorkflow`."""
     return check_workflow(decode_workflow(raw), max_nodes=max_nodes, max_chain=max_chain)
 
 
 def check_workflow(graph: Any, *, max_nodes: int = MAX_NODES, max_chain: int = MAX_CHAIN) -> Workflow:
-    """The same for a graph that was just decoded from JSON and that nobody else has: it is not copied."""
+    """Like `parse_workflow`, for a freshly decoded graph that nobody else uses: it is not copied."""
     _check_shape(graph, max_nodes)
     problems = _Problems(graph)
     nodes: dict[str, Node] = {}
@@ -88,14 +86,14 @@ def check_workflow(graph: Any, *, max_nodes: int = MAX_NODES, max_chain: int = M
 
 
 def read_node(node_id: str, content: Any, graph: Mapping[str, Any]) -> Node | None:
-    """One node of such a graph, if there is nothing wrong with it; what is wrong, the check of the whole says."""
+    """One node of such a graph, or None if it has errors, which `check_workflow` reports."""
     problems = _Problems(graph)
     node = _read_node(node_id, content, graph, problems)
     return None if problems.found else node
 
 
 def is_wire(value: Any) -> bool:
-    """ComfyUI's own rule: a list of exactly two, a string and a number. Any other list is a value."""
+    """ComfyUI's rule: a list of exactly one string and one number is a link. Any other list is a value."""
     return (
         type(value) is list
         and len(value) == 2
@@ -107,13 +105,13 @@ def is_wire(value: Any) -> bool:
 def node_error(
     class_type: Any, kind: str, message: str, details: str = "", **extra_info: Any
 ) -> dict[str, Any]:
-    """One entry of `node_errors`, as ComfyUI gives them. Which outputs depend on the node only a server knows."""
+    """One entry of `node_errors` in ComfyUI's form. Only a server knows the dependent outputs."""
     error = {"type": kind, "message": message, "details": details, "extra_info": extra_info}
     return {"errors": [error], "dependent_outputs": [], "class_type": class_type}
 
 
 class _Problems:
-    """Collects faults by node in the shape of ComfyUI's `node_errors`."""
+    """Collects errors by node in the form of ComfyUI's `node_errors`."""
 
     def __init__(self, graph: Mapping[str, Any]) -> None:
         self._graph = graph
@@ -138,7 +136,7 @@ class _Problems:
 
 
 def decode_workflow(raw: Any) -> Any:
-    """The JSON value that a text, or a caller's mapping, holds; not checked any further."""
+    """Decode a text, or copy a caller's mapping by way of JSON. The graph is not checked."""
     if isinstance(raw, Mapping):
         raw = _to_text(raw)
     elif not isinstance(raw, bytes | str):
@@ -152,12 +150,12 @@ def decode_workflow(raw: Any) -> Any:
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidWorkflow(
-            f"The workflow is not JSON that can be read: {error}. NaN, infinities and lone surrogates are not JSON."
+            f"The workflow is not valid JSON: {error}. JSON has no NaN, infinities and lone surrogates."
         ) from error
 
 
 def decoded_graph(graph: Mapping[str, Any]) -> dict[str, Any]:
-    """A graph of which no node is text any more."""
+    """The graph with every `msgspec.Raw` node decoded."""
     return {node_id: decoded_node(content) for node_id, content in graph.items()}
 
 
@@ -166,7 +164,7 @@ def decoded_node(content: Any) -> Any:
 
 
 def _to_text(graph: Mapping[Any, Any]) -> bytes:
-    """The text of a caller's mapping, which makes the graph our own and shows that JSON can carry it."""
+    """Encode a caller's mapping, which copies the graph and proves that it is JSON."""
     for node_id in graph:
         if not isinstance(node_id, str):
             raise InvalidWorkflow(
@@ -193,7 +191,7 @@ def _plain(value: Any) -> Any:
 
 def _check_value(node_id: str, name: str, value: Any, problems: _Problems) -> None:
     try:
-        # One level less for the graph, the node and its inputs each, so that the whole has a canonical text.
+        # Minus one level each for the graph, the node and its inputs.
         check_canonical(value, max_nesting=MAX_NESTING - 3)
     except NotCanonicalError as error:
         problems.add(
@@ -215,14 +213,12 @@ def _check_shape(graph: Any, max_nodes: int) -> None:
         raise InvalidWorkflow("The workflow has no nodes.")
     if isinstance(graph.get("nodes"), list):
         raise InvalidWorkflow(
-            "This is a workflow as the ComfyUI editor saves it, which servers do not run: "
+            "This workflow has the format of the ComfyUI editor, which servers do not run: "
             "save it with 'Export (API)' (in older releases 'Save (API Format)')."
         )
     wrapped = graph.get("prompt")
     if isinstance(wrapped, dict) and "class_type" not in wrapped:
-        raise InvalidWorkflow(
-            "This is the body of a /prompt request: pass the content of its 'prompt' alone."
-        )
+        raise InvalidWorkflow("This is the body of a /prompt request: pass only the content of its 'prompt'.")
     if len(graph) > max_nodes:
         raise InvalidWorkflow(f"The workflow has {len(graph)} nodes, and at most {max_nodes} are allowed.")
 
@@ -237,7 +233,7 @@ def _read_node(node_id: str, content: Any, graph: Mapping[str, Any], problems: _
         class_type = ""
     inputs = content.get("inputs")
     if type(inputs) is not dict:
-        # A server accepts such a node where no output depends on it, and then its only worker thread dies.
+        # A server accepts such a node if no output depends on it. Then its only execution thread dies.
         what = "has no inputs" if "inputs" not in content else f"has inputs that are {_json_type(inputs)}"
         problems.add(node_id, "missing_inputs", f"The node {what}: give it an object, empty if need be")
         return None
@@ -266,7 +262,7 @@ def _read_node(node_id: str, content: Any, graph: Mapping[str, Any], problems: _
 
 
 def _is_title(value: Any) -> bool:
-    """What `_meta` holds in almost every node of every export."""
+    """The usual content of `_meta`."""
     return type(value) is dict and len(value) == 1 and type(value.get("title")) is str
 
 
@@ -277,8 +273,8 @@ def _explain_link(node_id: str, name: str, value: Any, graph: Mapping[str, Any],
         problems.add(
             node_id,
             "linked_node_missing",
-            f"Input {name!r} is wired to node {source!r}, which is not in the workflow; a list of a string "
-            "and a number is always a wire",
+            f"Input {name!r} is linked to node {source!r}, which is not in the workflow; a list of a string "
+            "and a number is always a link",
             name,
             **extra,
         )
@@ -286,7 +282,7 @@ def _explain_link(node_id: str, name: str, value: Any, graph: Mapping[str, Any],
         problems.add(
             node_id,
             "bad_linked_input",
-            f"Input {name!r} is wired to output {slot!r} of node {source!r}: "
+            f"Input {name!r} is linked to output {slot!r} of node {source!r}: "
             f"an output is an integer from 0 to {MAX_SLOT}",
             name,
             **extra,
@@ -294,15 +290,15 @@ def _explain_link(node_id: str, name: str, value: Any, graph: Mapping[str, Any],
 
 
 def _check_wrapped(node_id: str, name: str, value: Any, problems: _Problems) -> None:
-    """A server unwraps such a value in place while it validates, and afterwards takes what it finds for a wire: where
-    no node has that name, its only execution thread dies."""
+    """A server unwraps such a value in place and then reads it as a link. If the linked node does not exist, the
+    server's only execution thread dies."""
     while type(value) is dict and WRAPPED in value:
         value = value[WRAPPED]
     if is_wire(value):
         problems.add(
             node_id,
             "value_looks_like_link",
-            f"Input {name!r} holds the list {value!r} as a value, which ComfyUI would take for a wire and stop "
+            f"Input {name!r} has the list {value!r} as a value, which ComfyUI would read as a link and stop "
             "working: a list of a string and a number cannot be a value",
             name,
             input_name=name,
@@ -344,13 +340,13 @@ def _topological_order(nodes: Mapping[str, Node], problems: _Problems, max_chain
         problems.raise_if_any()
     if chain > max_chain:
         raise InvalidWorkflow(
-            f"The longest chain of wires has {chain} nodes, and at most {max_chain} are allowed: split the workflow."
+            f"The longest chain of links has {chain} nodes, and at most {max_chain} are allowed: split the workflow."
         )
     return tuple(order)
 
 
 def _on_cycles(nodes: Mapping[str, Node], unordered: set[str]) -> list[str]:
-    """Of the nodes without an order, those left when all that merely hang behind a cycle are taken away."""
+    """The nodes on a cycle, without those that only depend on one."""
     waiting = dict.fromkeys(unordered, 0)
     for node_id in unordered:
         for link in nodes[node_id].links.values():

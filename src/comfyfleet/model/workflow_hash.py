@@ -1,14 +1,11 @@
-"""Two identities of a workflow: what it is made of, and what exactly was submitted.
+"""The structural hash and the exact hash of a workflow. docs/workflow-hash.md specifies them.
 
-Owns both hashes and the rule by which a value names a resource; docs/workflow-hash.md specifies them for other
-languages. A change of any byte here is a new version: hashes are kept in stores, blocks and affinities.
+A change of any byte here needs a new version: stores, blocks and affinities hold hashes.
 
-The structural hash is colour refinement on the graph. A first pass goes along the wires and gives each node the hash
-of its label and of the colours of its sources; the next goes against them and adds the colours of its consumers. In
-a graph without cycles one pass carries information along whole paths, so two passes tell nearly all nodes of real
-workflows apart (two prompt encoders differ only in who consumes them), and when all differ the hash is exact: equal
-hashes mean equal graphs. Passes go on only while they tell more nodes apart. Where symmetric nodes remain, two graphs
-that refinement cannot tell apart would share a hash; for routing that costs precision, never correctness.
+The structural hash is colour refinement on the graph. The first pass follows the links and hashes the label of each
+node with the colours of its sources. The next pass goes backwards and adds the colours of the consumers. Two passes
+distinguish nearly all nodes of real workflows; then equal hashes mean equal graphs. Further passes run only while they
+distinguish more nodes. Graphs with symmetric nodes may share a hash, which only makes routing less precise.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from comfyfleet.model.workflow_graph import Node, Workflow, parse_workflow
 WORKFLOW_HASH_VERSION = 1
 EXACT_HASH_VERSION = 1
 MAX_PASSES = 16
-"""Each pass is linear in the graph; a graph built to need many of them is not worth more."""
+"""Each pass is linear in the graph. This bounds the work for a hostile graph."""
 
 MODEL_EXTENSIONS = (
     ".safetensors",
@@ -69,7 +66,7 @@ RESOURCE_INPUTS = frozenset(
         "vae_name",
     }
 )
-"""Inputs whose text names a resource whatever it ends with; a number at the end of the input's name is ignored."""
+"""Inputs whose text always names a resource. A number at the end of the input's name is ignored."""
 
 PROSE_INPUTS = frozenset(
     {
@@ -87,11 +84,11 @@ PROSE_INPUTS = frozenset(
         "text_l",
     }
 )
-"""Inputs whose text never names a resource: a prompt may end with the name of a file. Numbers are ignored here too."""
+"""Inputs whose text never names a resource: a prompt may end with a file name. Numbers are ignored here too."""
 
 EDITOR_INPUTS = frozenset({"audioUI", "choose file to upload", "upload"})
-"""Inputs of the editor's own (players, buttons), which its exports have and servers do not read. They count as wires
-alone, so that an exported workflow and the same one converted here have one hash."""
+"""Inputs of the editor (players, buttons) that servers do not read. They count only as links, so that an exported
+workflow and the same workflow converted here have one hash."""
 
 EDITOR_INPUTS_OF = {
     "Preview3D": frozenset({"image"}),
@@ -99,7 +96,7 @@ EDITOR_INPUTS_OF = {
     "PreviewAny": frozenset({"preview", "previewMode", "preview_markdown", "preview_mode", "preview_text"}),
     "SaveGLB": frozenset({"image"}),
 }
-"""The same, of these classes alone."""
+"""Further editor inputs of these classes."""
 
 _NONE: frozenset[str] = frozenset()
 _NUMBERING = "_0123456789"
@@ -107,10 +104,7 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 def hash_workflow(workflow: Workflow | Mapping[str, Any]) -> WorkflowHash:
-    """The structural hash: classes, wires, input names and named resources count, and nothing else.
-
-    Raises `InvalidWorkflow` for a raw graph that is none.
-    """
+    """The structural hash of classes, links, input names and named resources. Raises `InvalidWorkflow`."""
     if not isinstance(workflow, Workflow):
         workflow = parse_workflow(workflow)
     position = {node_id: index for index, node_id in enumerate(workflow.order)}
@@ -130,10 +124,7 @@ def hash_workflow(workflow: Workflow | Mapping[str, Any]) -> WorkflowHash:
 
 
 def exact_hash(workflow: Workflow | Mapping[str, Any]) -> str:
-    """The hash of the whole as submitted: every value and node id counts. Only `_meta`, which holds titles, does not.
-
-    Raises `InvalidWorkflow` for a raw graph that is none.
-    """
+    """The hash of all values and node ids, without `_meta`, which holds titles. Raises `InvalidWorkflow`."""
     if not isinstance(workflow, Workflow):
         workflow = parse_workflow(workflow)
     graph: dict[str, Any] = {}
@@ -144,7 +135,7 @@ def exact_hash(workflow: Workflow | Mapping[str, Any]) -> str:
 
 
 def names_model_file(name: str, text: str) -> bool:
-    """Whether the text of this input is the name of a model file, by its extension."""
+    """Whether the text of this input names a model file, by its extension."""
     end = text[-_LONGEST_EXTENSION:]
     return (
         "." in end
@@ -155,14 +146,14 @@ def names_model_file(name: str, text: str) -> bool:
 
 
 def names_resource(name: str, text: str) -> bool:
-    """Whether the text of this input names a model or another resource, and so belongs to the structure."""
+    """Whether the text of this input names a model or another resource, and so is part of the structure."""
     if name.rstrip(_NUMBERING) in RESOURCE_INPUTS:
         return bool(text) and "\n" not in text
     return names_model_file(name, text)
 
 
 def texts_within(value: Any) -> Iterator[str]:
-    """Every string inside a literal value, in canonical order; keys of objects are not values."""
+    """Every string inside a literal value, in canonical order, without object keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -174,7 +165,7 @@ def texts_within(value: Any) -> Iterator[str]:
 
 
 def label(node: Node) -> bytes:
-    """A node without its neighbours, as canonical JSON. A plain encoder will do: there are no fractions in it."""
+    """A node without its neighbours, as canonical JSON. It has no fractions, so a plain encoder is enough."""
     described: dict[str, Any] = {}
     links = node.links
     left_out = EDITOR_INPUTS_OF.get(node.class_type, _NONE)
@@ -184,7 +175,7 @@ def label(node: Node) -> bytes:
         kind = type(value)
         described[name] = None
         if kind is str:
-            # Most strings are settled here, without a call: this loop is the dearest part of the hash.
+            # This avoids a call for most strings: the loop is the slowest part of the hash.
             if (
                 "." in value[-_LONGEST_EXTENSION:] or name in RESOURCE_INPUTS or name[-1:] in _NUMBERING
             ) and names_resource(name, value):
@@ -198,7 +189,7 @@ def label(node: Node) -> bytes:
 
 
 def _pass_along(colours: list[bytes], sources: list[list[int]]) -> list[bytes]:
-    """Each node's colour and, in the order of its inputs' names, the new colours of its sources."""
+    """Hash each colour with the new colours of its sources, ordered by input name."""
     refined: list[bytes] = []
     for colour, wired in zip(colours, sources, strict=True):
         if len(wired) == 1:
@@ -210,14 +201,14 @@ def _pass_along(colours: list[bytes], sources: list[list[int]]) -> list[bytes]:
 
 
 def _pass_against(colours: list[bytes], sources: list[list[int]]) -> list[bytes]:
-    """Each node's colour and, sorted, the new colour of every consumer with the number of the wire there."""
+    """Hash each colour with the sorted new colours of its consumers and the index of the link there."""
     taken: list[list[bytes]] = [[] for _ in colours]
     refined = list(colours)
     for index in range(len(colours) - 1, -1, -1):
         entries = taken[index]
         entries.sort()
         refined[index] = colour = sha256(colours[index] + b"".join(entries)).digest()
-        # The number of the wire stands for its name and slot: the consumer's colour knows both.
+        # The index stands for name and slot of the link, because the consumer's colour includes both.
         for number, source in enumerate(sources[index]):
             taken[source].append(colour + number.to_bytes(4, "big"))
     return refined

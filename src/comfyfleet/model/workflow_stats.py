@@ -1,4 +1,4 @@
-"""What the fleet has learned about a workflow: its duration on each class of worker, the memory it needs."""
+"""Statistics of a workflow: its duration on each worker class and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from comfyfleet.model.ids import TenantId, WorkflowHash
 
 
 class MeanDuration(msgspec.Struct, frozen=True, gc=False):
-    """A running mean of seconds on one class of worker."""
+    """A running mean on one worker class."""
 
     mean_s: float
     runs: int
@@ -19,14 +19,14 @@ class WorkflowStats(msgspec.Struct, frozen=True, omit_defaults=True):
     durations: dict[str, MeanDuration] = {}
     """By worker class."""
     memory_above_gb: float = 0.0
-    """The largest card that was too small, for everybody: learned before limits belonged to tenants."""
+    """The largest GPU that was too small, for all tenants: from before limits belonged to tenants."""
     memory_by_tenant: dict[TenantId, float] = {}
-    """The largest card that was too small for the inputs of each tenant."""
+    """The largest GPU that was too small for the inputs of each tenant."""
 
 
 class WorkflowStatsDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one run adds to a lesson, whatever others learn at the same time: a duration on one class of worker, or a
-    card that was too small for a tenant. How far it counts, and how much is kept, is said by whoever learned it."""
+    """What one run adds: a duration on one worker class, or a GPU that was too small for a tenant. Deltas of
+    concurrent runs commute. The writer chooses the weight and the limits."""
 
     workflow_hash: WorkflowHash
     worker_class: str = ""
@@ -57,6 +57,6 @@ class WorkflowStatsDelta(msgspec.Struct, frozen=True, omit_defaults=True):
         limits = dict(stats.memory_by_tenant)
         limits[tenant] = max(limits.get(tenant, 0.0), self.memory_gb)
         if len(limits) > self.most_tenants:
-            # The largest count for most: the second of them is everybody's.
+            # The largest limits matter most.
             del limits[min(limits, key=lambda each: limits[each])]
         return msgspec.structs.replace(stats, memory_by_tenant=limits)

@@ -1,8 +1,7 @@
-"""One workflow of the editor as servers of several releases run it.
+"""One editor workflow as servers of several releases run it.
 
-Which value belongs to which input depends on the server, so the graphs may differ; their nodes and wires do not. One
-graph is kept whole, and for every other release the nodes in which its own differs. What is common to all of them
-gives the workflow its hash, so that it is one workflow whichever server runs it.
+The values of inputs depend on the server's release; nodes and links do not. One graph is stored whole, and for every
+other release only the nodes that differ. The common part gives the workflow its hash, so all variants share one hash.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from typing import Any
 import msgspec
 
 MAX_GRAPHS = 4
-"""Different graphs that one workflow is converted to. Servers of further releases get the first."""
+"""The maximum number of different graphs of one workflow. Servers of further releases get the first."""
 
 WorkflowGraph = dict[str, dict[str, Any]]
 
 
 class WorkflowVariant(msgspec.Struct, frozen=True, omit_defaults=True):
     signatures: tuple[str, ...]
-    """Of the servers that it is for."""
+    """Signatures of the servers that run this variant."""
     nodes: dict[str, Any]
-    """Those in which their graph differs."""
+    """The nodes that differ."""
 
 
 def variant_of(graph: WorkflowGraph, other: WorkflowGraph, signatures: Iterable[str]) -> WorkflowVariant:
@@ -33,7 +32,7 @@ def variant_of(graph: WorkflowGraph, other: WorkflowGraph, signatures: Iterable[
 def graph_for(
     graph: dict[str, Any], variants: Iterable[WorkflowVariant], signature: str | None
 ) -> dict[str, Any]:
-    """As a server with this signature runs it."""
+    """The graph for a server with this signature."""
     if signature is not None:
         for variant in variants:
             if signature in variant.signatures:
@@ -46,7 +45,7 @@ def with_nodes(graph: dict[str, Any], variant: WorkflowVariant) -> dict[str, Any
 
 
 def common_to(graph: WorkflowGraph, others: Iterable[WorkflowGraph]) -> WorkflowGraph:
-    """The graph with those inputs alone that it has in every release, and equal values of them where they are equal."""
+    """The graph with only the inputs that every release has. A value that differs becomes None."""
     graphs = list(others)
     return {
         node_id: {**node, "inputs": _common(node["inputs"], [each[node_id]["inputs"] for each in graphs])}
