@@ -108,7 +108,7 @@ def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str
         ("[rules]\nlease = 1", ["'rules.lease'"]),
         (
             "[rules]\nworker_lost_s = 10",
-            ["'rules.worker_lost_s'", "at least 30 seconds", "heard of about every 15"],
+            ["'rules.worker_lost_s'", "at least 30 seconds", "heartbeat about every 15"],
         ),
         ("[rules]\nworker_lost_s = nan", ["'rules.worker_lost_s'", "at least 30 seconds"]),
         ("[rules]\nlease_ttl_s = 0", ["'rules.lease_ttl_s'", "more than 0"]),

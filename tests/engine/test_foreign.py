@@ -149,7 +149,7 @@ async def test_a_worker_with_redis_alone_gets_no_job_that_brings_files_whatever_
         async def failure() -> Any:
             return (await engine.get(later)).job.failure
 
-        assert "on its server alone" in (await until(failure)).message
+        assert "only on its server" in (await until(failure)).message
         assert (await engine.get(passed_over)).job.phase is Phase.QUEUED
 
 
@@ -163,7 +163,7 @@ async def test_a_worker_with_redis_alone_gets_no_job_that_is_for_workers_of_a_hu
         taken = (await engine.submit(Submission(graph()))).job_id
         assert (await guest.take())[0] == taken
         explained = await engine.explain(passed_over)
-        assert "takes its jobs from the store itself" in explained.workers[0].reasons[0]
+        assert "reads jobs directly from the store" in explained.workers[0].reasons[0]
         assert (await engine.get(passed_over)).job.phase is Phase.QUEUED
 
 

@@ -85,7 +85,7 @@ async def test_an_id_that_no_hub_would_give_is_not_waited_for(rig: Rig, name: st
     second = await rig.submit(SECOND, inputs=takes(await rig.submit()))
     await completes(rig, await rig.take("a"), name)
     failure = await failure_of(rig, second)
-    assert failure.kind is FailureKind.MISSING_INPUT and "on its server alone" in failure.message
+    assert failure.kind is FailureKind.MISSING_INPUT and "only on its server" in failure.message
 
 
 async def test_what_completed_before_is_taken_at_once_or_refused_at_once(rig: Rig) -> None:
@@ -162,7 +162,7 @@ async def test_only_workers_that_have_a_hub_are_given_files(rig: Rig) -> None:
     job_id = await rig.submit(SECOND, inputs=(JobInput("1", "image", "f_1"),))
     assert await rig.poll("direct") is None
     told = await rig.engine.explain(job_id)
-    assert any(miss.worker_id == "direct" and "no files" in miss.reason for miss in told.workers)
+    assert any(miss.worker_id == "direct" and "does not exchange files" in miss.reason for miss in told.workers)
     assert (await rig.take("a")).job_id == job_id
     kept = await rig.submit(requirements=Requirements(needs_files=True))
     assert await rig.poll("direct") is None

@@ -102,7 +102,7 @@ async def test_a_shared_queue_takes_as_many_as_it_may_and_is_not_asked_for_each(
     for number in range(15):
         await engine.submit(Submission(graph(seed=number)))
     assert asked.count >= 15
-    with pytest.raises(Refusal, match="30 jobs wait already"):
+    with pytest.raises(Refusal, match="the queue is full: 30 jobs wait"):
         await engine.submit(Submission(graph()))
 
 

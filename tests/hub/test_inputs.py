@@ -306,7 +306,7 @@ async def test_an_output_too_large_for_the_hub_stays_on_its_server_and_the_job_i
             # Where its server stands is nobody's business but the worker's.
             assert file["filename"] and "url" not in file and "file_id" not in file
             error = (await ended(rig, second))["error"]
-        assert error["kind"] == "missing_input" and "on its server alone" in error["message"]
+        assert error["kind"] == "missing_input" and "only on its server" in error["message"]
 
 
 async def test_a_worker_directly_on_the_store_is_passed_over_until_one_of_a_hub_comes(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ async def test_a_worker_directly_on_the_store_is_passed_over_until_one_of_a_hub_
             assert (await ended(rig, after))["status"] == "completed", "which came later, and needs no files"
             told = (await rig.get(f"/api/jobs/{job_id}/explain")).body
             reasons = {each["worker_id"]: each["reason"] for each in told["workers"]}
-            assert "exchanges no files" in reasons["direct"]
+            assert "does not exchange files" in reasons["direct"]
             async with agent_at(rig, fake):
                 assert (await ended(rig, job_id))["status"] == "completed"
             assert (await rig.get(f"/api/jobs/{job_id}", role=Role.TENANT)).body["worker_id"] == "gpu-a"

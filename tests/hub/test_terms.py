@@ -225,7 +225,7 @@ async def test_only_a_tenant_that_allows_it_is_served_by_workers_without_a_hub(
     answer = await rig.post("/api/jobs", {**submission(), "require_workable": True}, role=Role.TENANT)
     assert answer.status == (201 if allows_direct else 422)
     if not allows_direct:
-        assert "takes its jobs from the store itself" in answer.body["detail"]
+        assert "reads jobs directly from the store" in answer.body["detail"]
 
 
 async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_path: Path) -> None:

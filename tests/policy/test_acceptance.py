@@ -68,10 +68,10 @@ def test_a_required_input_that_is_missing_and_a_choice_that_is_not_listed_are_ob
 
 
 def test_a_wire_of_another_type_or_from_an_output_that_is_not_there_is_an_objection() -> None:
-    assert reasons(graph(), output="NOISE") == ["does not accept what is wired to 'samples'"]
+    assert reasons(graph(), output="NOISE") == ["does not accept the link to 'samples'"]
     wrong = graph()
     wrong["2"]["inputs"]["samples"] = ["1", 3]
-    assert reasons(wrong) == ["does not accept what is wired to 'samples'"]
+    assert reasons(wrong) == ["does not accept the link to 'samples'"]
 
 
 @pytest.mark.parametrize("output", ["*", "LATENT,NOISE", "COMFY_MATCHTYPE_V3", "COMBO"])

@@ -86,7 +86,7 @@ def test_prices_are_written_as_rules_and_read_back() -> None:
 
 
 def test_a_service_without_a_price_is_refused_by_name() -> None:
-    with pytest.raises(Refusal, match="no price for the service 'langflow'") as refused:
+    with pytest.raises(Refusal, match="the service 'langflow' has no price") as refused:
         accounting.ceiling(ServicePrice({"comfyui": 1}), "langflow")
     assert refused.value.code is RefusalCode.NOT_ALLOWED
 
@@ -190,9 +190,9 @@ _OPEN = SOUND.holds[2].hold_id
         ({"account": Account(ACME, 76, 10, 50)}, "postings add up to 75"),
         ({"account": Account(ACME, 75, 9, 50)}, "open holds add up to 10"),
         ({"account": Account(ACME, 75, 10, 0)}, "pending grants add up to 50"),
-        ({"account": Account(ACME, 75, 80, 50)}, "5 more are held than there are"),
-        ({"postings": SOUND.postings[:-1]}, "refund of job-3/1 is not in the book"),
-        ({"postings": (*SOUND.postings, SOUND.postings[-1])}, "without a cause"),
+        ({"account": Account(ACME, 75, 80, 50)}, "the holds exceed the balance by 5"),
+        ({"postings": SOUND.postings[:-1]}, "refund of job-3/1 is not in the ledger"),
+        ({"postings": (*SOUND.postings, SOUND.postings[-1])}, "refund of job-3/1 has no cause"),
         ({"settlements": (*SOUND.settlements, _SETTLED)}, "settled 2 times"),
         (
             {
@@ -201,7 +201,7 @@ _OPEN = SOUND.holds[2].hold_id
                     Settlement(HoldId(JobId("x"), 1), Outcome.REFUNDED, 0, 1.0),
                 )
             },
-            "never held",
+            "is settled without a hold",
         ),
         ({"endings": {}}, "is open and its hold is consumed"),
         (

@@ -30,7 +30,7 @@ NEW = Delivery(
         (DeliveryAttempt(302), "pending", "redirects are not followed"),
         (DeliveryAttempt(400), "pending", "answered 400"),
         (DeliveryAttempt(404), "pending", "answered 404"),
-        (DeliveryAttempt(410), "given_up", "wants no more"),
+        (DeliveryAttempt(410), "given_up", "accepts no more deliveries"),
         (DeliveryAttempt(503), "pending", "answered 503"),
         (DeliveryAttempt(error="cannot be reached"), "pending", "cannot be reached"),
     ],

@@ -81,7 +81,7 @@ def test_reasons_come_weightiest_first(
         ({"hardware": HardwareNeed(gpu_memory_gb=48)}, "has 24 GB of GPU memory, 48 GB are needed"),
         (
             {"hardware": HardwareNeed(gpu_memory_above_gb=24)},
-            "has 24 GB of GPU memory, more than 24 GB are needed: that much was seen to be too little",
+            "has 24 GB of GPU memory, more than 24 GB are needed: that much was too little before",
         ),
         (
             {"hardware": HardwareNeed(gpu_model="A100")},
@@ -95,7 +95,7 @@ def test_reasons_come_weightiest_first(
         ({"models": ("flux1-schnell.safetensors",)}, "does not have the model 'flux1-schnell.safetensors'"),
         (
             {"needs_hub": True},
-            "takes its jobs from the store itself, where this tenant's are not to be read",
+            "reads jobs directly from the store, where this tenant's payloads are not readable",
         ),
         (
             {"isolation": "strict"},
@@ -104,7 +104,7 @@ def test_reasons_come_weightiest_first(
         ({"location": LocationNeed("us-east")}, "is in the region 'EU-West', 'us-east' is required"),
         ({"location": LocationNeed(None, ("gdpr", "hipaa"))}, "does not comply with 'hipaa'"),
         ({"environment": "cloud"}, "runs in the environment 'self_hosted', 'cloud' is required"),
-        ({"max_cost_tier": "economy"}, "costs 'standard', at most 'economy' may be paid"),
+        ({"max_cost_tier": "economy"}, "has the cost tier 'standard', at most 'economy' is allowed"),
         ({"workers": (WorkerId("south"),)}, "is not among the workers the job is restricted to ('south')"),
         ({"workers": ()}, "is not among the workers the job is restricted to (nobody)"),
         ({"exclude_workers": (NORTH,)}, "is excluded by the job"),

@@ -33,9 +33,9 @@ def refusal(*inputs: JobInput, **rules: Any) -> Refusal:
     [
         (JobInput("12", "image", "f_1"), "no node '12'; it has 10, 11"),
         (JobInput("10", "picture", "f_1"), "node 10 (LoadImage) has no input 'picture'; it has image, mode"),
-        (JobInput("10", "image"), "either a 'file' or the output of a 'job'"),
-        (JobInput("10", "image", "f_1", FIRST), "either a 'file' or the output of a 'job'"),
-        (JobInput("10", "image", "f_1", index=1), "choose among what a 'job' left"),
+        (JobInput("10", "image"), "needs either a 'file' or a 'job'"),
+        (JobInput("10", "image", "f_1", FIRST), "needs either a 'file' or a 'job'"),
+        (JobInput("10", "image", "f_1", index=1), "select an output of a 'job'"),
     ],
 )
 def test_an_input_that_cannot_be_wired_is_refused_by_its_name(wrong: JobInput, words: str) -> None:
@@ -46,8 +46,8 @@ def test_an_input_that_cannot_be_wired_is_refused_by_its_name(wrong: JobInput, w
 
 def test_one_input_gets_one_file_and_number_and_size_are_bounded() -> None:
     one, other = JobInput("10", "image", "f_1", size=6), JobInput("10", "mode", "f_2", size=5)
-    assert "two files" in refusal(one, one).message
-    assert "at most 1 files" in refusal(one, other, max_inputs=1).message
+    assert "has two files" in refusal(one, one).message
+    assert "at most 1 input files" in refusal(one, other, max_inputs=1).message
     assert refusal(one, other, max_attachment_bytes=10).code is RefusalCode.TOO_LARGE
     attached = Submission(GRAPH, inputs=(one,), attachments=(Attachment("a", b"12345", "10", "mode"),))
     with pytest.raises(Refusal):
@@ -89,7 +89,7 @@ def test_an_output_is_meant_by_node_by_pattern_or_by_place(
 @pytest.mark.parametrize(
     ("output", "index", "words"),
     [
-        ("9", 2, "no output 2 like '9'; it left preview.png (node 7), a_00001_.png (node 9)"),
+        ("9", 2, "no output 2 like '9'; it has preview.png (node 7), a_00001_.png (node 9)"),
         ("*.wav", 0, "no output like '*.wav'"),
         (None, 3, "no output 3;"),
     ],

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from comfyfleet.model.ids import TenantId, WorkflowHash
 from comfyfleet.model.requirement import HardwareNeed, Requirements
 from comfyfleet.model.worker import Capabilities, Gpu, Hardware, LiveState, Service
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.workflow_stats import (
-    after_out_of_memory,
-    after_run,
     expected_s,
     memory_above_gb,
     no_workflow_stats,
+    of_out_of_memory,
+    of_run,
     still_warm,
     warmed,
     with_memory,
@@ -23,6 +24,14 @@ from comfyfleet.policy.workflow_stats import (
 
 EMPTY = no_workflow_stats(WorkflowHash("hash"))
 ANN, BOB, EVE = TenantId("ann"), TenantId("bob"), TenantId("eve")
+
+
+def after_run(stats: WorkflowStats, worker_class: str, seconds: float) -> WorkflowStats:
+    return of_run(stats.workflow_hash, worker_class, seconds).apply(stats)
+
+
+def after_out_of_memory(stats: WorkflowStats, tenant: TenantId, vram_gb: float) -> WorkflowStats:
+    return of_out_of_memory(stats.workflow_hash, tenant, vram_gb).apply(stats)
 
 
 def card(memory_gb: float) -> Capabilities:

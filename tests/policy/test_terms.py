@@ -189,7 +189,7 @@ def test_what_comes_over_a_wire_is_told_only_where_a_node_just_holds_it(
     found = refusal(capped(max_steps=30), graph)
     assert (found and found.code) is code
     if code is RefusalCode.NOT_ALLOWED and found is not None:
-        assert "give it as a number" in found.message
+        assert "set it to a number" in found.message
 
 
 @pytest.mark.parametrize(("waiting", "is_taken"), [(0, True), (4, True), (5, False), (6, False)])

@@ -410,7 +410,7 @@ async def test_a_full_queue_refuses_and_takes_again_when_there_is_room() -> None
     async with fleet(rules=Rules(max_waiting=2)) as it:
         await it.pool.pause_queue()
         jobs = [await it.pool.enqueue(text_to_image()) for _ in range(2)]
-        with pytest.raises(Refusal, match="2 jobs wait already"):
+        with pytest.raises(Refusal, match="the queue is full: 2 jobs wait"):
             await it.pool.enqueue(text_to_image())
         await it.pool.cancel(jobs[0])
         await it.pool.enqueue(text_to_image())

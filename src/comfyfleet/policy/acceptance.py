@@ -1,15 +1,10 @@
-"""Which servers of a mixed fleet would refuse a graph, known before it is leased.
+"""Which servers accept a graph: predicted from node signatures, and learned from refusals.
 
-Only where live servers differ is there something to choose, so only such node classes are looked at: in a fleet of
-equal servers a graph costs one lookup for each of its nodes. A check says no only where ComfyUI certainly would:
-a required input that is missing, a choice that a class of ComfyUI itself does not list, a wire of another type. The
-rest is found out by trying (`acceptance.py`).
+Prediction looks only at node classes in which live servers differ. It objects only where ComfyUI certainly would: a
+missing required input, a choice that a core class does not list, a link of another type.
 
-A server that validates a workflow and refuses it: what depends on that server, and for whom else its word counts.
-
-ComfyUI checks a prompt against the node classes that it has. An input that one version requires is unknown to another,
-and a sampler that one version offers is missing from the other. So a refusal is about a pair of server and workflow;
-only what is wrong with the graph itself ends the job at once.
+A refusal by one server concerns that server and this workflow, because node versions differ. Only an error of the
+graph itself ends the job at once.
 """
 
 from __future__ import annotations
@@ -31,13 +26,13 @@ _MAX_REMEMBERED = 4_096
 _encode = msgspec.json.Encoder().encode
 _ANY_TYPE = "*"
 _DYNAMIC = "COMFY_"
-"""Types that begin so stand for inputs under other names, or for any type."""
+"""Types with this prefix stand for inputs under other names, or for any type."""
 
 Graph = Mapping[str, Mapping[str, Any]]
 
 
 class Objection(msgspec.Struct, frozen=True):
-    """One thing in a graph that servers with a certain signature do not accept."""
+    """One part of a graph that servers with a certain signature do not accept."""
 
     node_id: str
     class_type: str
@@ -45,10 +40,10 @@ class Objection(msgspec.Struct, frozen=True):
 
 
 class Differences:
-    """The node classes in which live servers differ, and what follows for a graph."""
+    """The node classes in which live servers differ."""
 
     def __init__(self, catalogs: Mapping[str, NodeSignatures]) -> None:
-        """`catalogs` is by the signature of the service."""
+        """`catalogs` is keyed by the signature of the service."""
         self._catalogs = catalogs
         self._compared = _choices_compared(catalogs)
         self._remembered: dict[bytes, frozenset[str]] = {}
@@ -65,8 +60,8 @@ class Differences:
         differing = {node_id for node_id, node in graph.items() if node["class_type"] in compared}
         if not differing:
             return frozenset()
-        # All that is looked at, node by node. A workflow hash would not do: it does not say which of two nodes has
-        # which value, so one caller's graph would be judged by another's.
+        # The key covers everything that the check reads. A workflow hash is not enough: it does not tell which of two
+        # nodes has which value.
         seen = [(node_id, node["class_type"], self._seen_of(node)) for node_id, node in graph.items()]
         key = sha256(_encode(seen)).digest()
         known = self._remembered.get(key)
@@ -82,7 +77,7 @@ class Differences:
         return known
 
     def _seen_of(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        """The names of its inputs, its wires, and the texts for which a list of choices may differ."""
+        """The input names, the links, and the texts whose list of choices may differ."""
         choices = self._compared.get(node["class_type"], ())
         return {
             name: value if is_wire(value) or (name in choices and isinstance(value, str)) else None
@@ -91,7 +86,6 @@ class Differences:
 
 
 def objections(graph: Graph, signatures: NodeSignatures) -> list[Objection]:
-    """Everything in a graph that servers with these signatures do not accept."""
     return list(_objections(graph, signatures, set(graph)))
 
 
@@ -105,7 +99,7 @@ def _choices_compared(catalogs: Mapping[str, NodeSignatures]) -> dict[str, tuple
     for signatures in catalogs.values():
         for name, signature in signatures.items():
             known = versions[name]
-            # Equal ones are mostly one object: `is` spares a comparison of every input.
+            # Equal signatures are mostly one object, so `is` avoids a slow comparison.
             if not any(signature is other or signature == other for other in known):
                 known.append(signature)
     return {
@@ -125,12 +119,12 @@ def _choices_compared(catalogs: Mapping[str, NodeSignatures]) -> dict[str, tuple
 
 
 def _objections(graph: Graph, signatures: NodeSignatures, looked_at: set[str]) -> Iterator[Objection]:
-    """About these nodes, and about wires that come from one of them."""
+    """Objections to these nodes, and to links that come from them."""
     for node_id in _checked(graph, signatures):
         class_type, inputs = graph[node_id]["class_type"], _inputs(graph[node_id])
         signature = signatures.get(class_type)
         if signature is None:
-            # Whether a server has the class is another need of the job.
+            # Missing classes are a separate requirement of the job.
             continue
         if node_id in looked_at:
             for name, each in signature.inputs.items():
@@ -144,11 +138,11 @@ def _objections(graph: Graph, signatures: NodeSignatures, looked_at: set[str]) -
                 source = graph.get(value[0])
                 offered = None if source is None else signatures.get(source["class_type"])
                 if offered is not None and not _fits(offered, value[1], signature, name):
-                    yield Objection(node_id, class_type, f"does not accept what is wired to '{name}'")
+                    yield Objection(node_id, class_type, f"does not accept the link to '{name}'")
 
 
 def _checked(graph: Graph, signatures: NodeSignatures) -> list[str]:
-    """The nodes that a server looks at: those that put something out, and all that they depend on."""
+    """The nodes that a server validates: output nodes and everything that they depend on."""
     waiting = [
         node_id
         for node_id, node in graph.items()
@@ -175,7 +169,7 @@ def _is_unlisted(value: Any, signature: InputSignature) -> bool:
 
 def _fits(source: NodeSignature, slot: Any, target: NodeSignature, name: str) -> bool:
     if not (source.is_core and target.is_core):
-        # A custom class may check types by itself, or take any.
+        # A custom class may check types itself, or accept any.
         return True
     if not isinstance(slot, int) or not source.outputs:
         return True
@@ -195,13 +189,13 @@ def _is_open(kind: str) -> bool:
 
 
 _OF_THE_GRAPH = frozenset({"dependency_cycle", "bad_linked_input"})
-"""Types of complaints that every server would make."""
+"""Error types that every server reports."""
 
 _OF_THE_STRUCTURE = frozenset({"required_input_missing", "return_type_mismatch"})
-"""Types of complaints that follow from classes, wires and names of inputs alone, so all that has one workflow hash."""
+"""Error types that depend only on classes, links and input names, so on the workflow hash."""
 
 _OF_THE_NODE = _OF_THE_STRUCTURE | {"value_smaller_than_min", "value_bigger_than_max", "invalid_input_type"}
-"""Types of complaints that follow from what a signature holds of any class."""
+"""Error types that depend only on what the signature of any class contains."""
 
 
 class NodeComplaint(NamedTuple):
@@ -213,7 +207,7 @@ class NodeComplaint(NamedTuple):
 
 
 def is_refusal(failure: Failure) -> bool:
-    """Whether another server may accept what this one has refused."""
+    """Whether another server may accept the workflow."""
     if failure.kind is not FailureKind.INVALID_WORKFLOW:
         return False
     found = {complaint.kind for complaint in _complaints(failure)}
@@ -221,14 +215,14 @@ def is_refusal(failure: Failure) -> bool:
 
 
 def concerns_structure(failure: Failure) -> bool:
-    """Whether every workflow of the same hash is refused there too, whatever its values."""
+    """Whether this server refuses every workflow with the same hash."""
     return all(complaint.kind in _OF_THE_STRUCTURE for complaint in _complaints(failure))
 
 
 def speaks_for_equals(failure: Failure, signatures: NodeSignatures | None) -> bool:
-    """Whether every server with the same signature would refuse it too. `signatures`: what that one stands for.
+    """Whether every server with the same signature would refuse it too. `signatures` belong to that signature.
 
-    Lists of what lies on a disk are no part of a signature, nor are rules by which a class checks values itself.
+    A signature contains neither lists of files on a disk nor the checks that a custom class does itself.
     """
     return all(_is_in_signature(complaint, signatures) for complaint in _complaints(failure))
 
@@ -246,7 +240,7 @@ def _is_in_signature(complaint: NodeComplaint, signatures: NodeSignatures | None
 
 
 def signature_for(cls: RequirementClass, worker: WorkerRecord) -> str | None:
-    """Of the service that the class asks for."""
+    """The signature of the service that the class requires."""
     offered = (each for each in worker.capabilities.services if each.name == cls.requirements.service)
     return next((each.signature for each in offered if each.signature is not None), None)
 
@@ -262,7 +256,7 @@ def without_signatures(cls: RequirementClass, refusing: frozenset[str]) -> Requi
 
 def _complaints(failure: Failure) -> Iterator[NodeComplaint]:
     for entry in (failure.node_errors or {}).values():
-        # What our own check finds names no outputs that depend on it: only a server knows them.
+        # Errors of our own check have no dependent outputs: only a server knows them.
         if not isinstance(entry, dict) or not entry.get("dependent_outputs"):
             continue
         errors: Any = entry.get("errors")

@@ -1,10 +1,7 @@
-"""What things cost, what follows for the book, and whether a book is right. Pure: databases write what is made here.
+"""Prices, ledger entries, settlements, and the check of a ledger. Pure: databases write the values.
 
-A price gives two numbers: a *ceiling* that is held when a round begins, and a *cost* when it completed, which never
-exceeds what was held. Every change of an account is a posting; an account is nothing but their sum.
-
-What follows for a tenant's book from how a round ended in the central store. Pure: databases write what is made
-here.
+A price gives two numbers: the *ceiling*, which is held when a round begins, and the *cost* of a completed round, which
+never exceeds the hold. Every change of an account is a posting; an account is their sum.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, assert_never
 
-import msgspec
+from msgspec.structs import replace
 
 from comfyfleet.model.dispatch import Attempt, AttemptOutcome, Dispatch, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -45,7 +42,7 @@ _MILLISECONDS = 1000
 
 
 def ceiling(price: Price, service: str) -> int:
-    """The most a round can cost: what is held for it."""
+    """The maximum cost of a round, which the hold covers."""
     match price:
         case FlatPrice(credits=amount):
             pass
@@ -62,7 +59,7 @@ def ceiling(price: Price, service: str) -> int:
 
 
 def cost(price: Price, usage: Usage) -> int:
-    """What a completed round costs, at most its ceiling. A part of a credit counts as a whole one."""
+    """The cost of a completed round, at most its ceiling. Fractions of a credit are rounded up."""
     match price:
         case FlatPrice(credits=amount):
             return amount
@@ -72,13 +69,13 @@ def cost(price: Price, usage: Usage) -> int:
             return price.base + price.credits_each * min(max(usage.outputs, 0), price.most_outputs)
         case GpuPrice():
             milliseconds = min(max(usage.gpu_milliseconds, 0), price.most_seconds * _MILLISECONDS)
-            # In whole numbers throughout: two machines must not differ by a rounding.
+            # Integer arithmetic, so that two machines never round differently.
             return price.base - (-price.credits_per_second * milliseconds // _MILLISECONDS)
     assert_never(price)
 
 
 def is_told_by_worker(price: Price) -> bool:
-    """Whether what it comes to depends on what the run reports."""
+    """Whether the cost depends on the worker's report."""
     return not isinstance(price, FlatPrice | ServicePrice)
 
 
@@ -87,8 +84,8 @@ def _of_service(price: ServicePrice, service: str) -> int:
     if amount is None:
         raise Refusal(
             RefusalCode.NOT_ALLOWED,
-            f"there is no price for the service {service!r}, so it cannot be charged; choose one of "
-            f"{', '.join(sorted(price.services)) or 'none'}, or ask whoever runs this hub for a price",
+            f"the service {service!r} has no price; choose one of {', '.join(sorted(price.services)) or 'none'}, "
+            "or ask the operator of this hub to set a price",
         )
     return amount
 
@@ -99,8 +96,8 @@ def reserve(hold_id: HoldId, tenant: TenantId, amount: int, now: float) -> Hold:
 
 
 def consume(hold: Hold, amount: int, now: float, note: str = "") -> Settlement:
-    """Takes what it cost, never more than was held; the rest goes back in the same entry."""
-    _check_amount(amount, "what a job cost")
+    """Consume the cost, at most the hold. The same entry returns the rest."""
+    _check_amount(amount, "the cost of a job")
     return Settlement(hold.hold_id, Outcome.CONSUMED, min(amount, hold.amount), now, note)
 
 
@@ -110,7 +107,7 @@ def refund(hold: Hold, now: float, note: str = "") -> Settlement:
 
 def settle(hold: Hold, phase: Phase, amount: int, now: float, note: str = "") -> Settlement:
     """Consumed if and only if completed."""
-    assert phase.is_final, "a round that goes on keeps its hold"
+    assert phase.is_final, "an open round keeps its hold"
     return consume(hold, amount, now, note) if phase is Phase.COMPLETED else refund(hold, now, note)
 
 
@@ -119,7 +116,7 @@ def posting_of(entry: Hold | CreditGrant | Adjustment) -> Posting:
         case Hold(hold_id=hold_id, tenant=tenant, amount=amount, at=at):
             return Posting(tenant, PostingKind.RESERVE, 0, amount, at, str(hold_id))
         case CreditGrant(grant_id=reference, tenant=tenant, amount=amount, at=at, note=note):
-            assert entry.state is GrantState.GRANTED, "what is pending is not in the book"
+            assert entry.state is GrantState.GRANTED, "a pending grant has no posting"
             return Posting(tenant, PostingKind.GRANT, amount, 0, at, reference, note)
         case Adjustment(adjustment_id=reference, tenant=tenant, amount=amount, at=at, note=note):
             return Posting(tenant, PostingKind.ADJUST, amount, 0, at, reference, note)
@@ -128,9 +125,9 @@ def posting_of(entry: Hold | CreditGrant | Adjustment) -> Posting:
 
 def settling_posting(hold: Hold, settlement: Settlement) -> Posting:
     assert hold.hold_id == settlement.hold_id, "a settlement belongs to one hold"
-    assert 0 <= settlement.consumed <= hold.amount, "nothing is taken that was not held"
+    assert 0 <= settlement.consumed <= hold.amount, "a settlement cannot exceed its hold"
     is_consumed = settlement.outcome is Outcome.CONSUMED
-    assert is_consumed or not settlement.consumed, "a refund takes nothing"
+    assert is_consumed or not settlement.consumed, "a refund consumes nothing"
     kind = PostingKind.CONSUME if is_consumed else PostingKind.REFUND
     return Posting(
         hold.tenant,
@@ -179,7 +176,7 @@ def adjusted_too_far(tenant: TenantId, amount: int, account: Account) -> Refusal
 
 
 def total(tenant: TenantId, postings: Iterable[Posting]) -> Account:
-    """The account these postings add up to."""
+    """The account that is the sum of these postings."""
     balance = held = 0
     for each in postings:
         balance += each.balance
@@ -188,7 +185,7 @@ def total(tenant: TenantId, postings: Iterable[Posting]) -> Account:
 
 
 def problems(ledger: Ledger) -> list[str]:
-    """What is wrong with a book, in words; nothing if every invariant holds."""
+    """Every broken invariant of a ledger, as text."""
     return [*_wrong_sums(ledger), *_wrong_holds(ledger), *_wrong_endings(ledger)]
 
 
@@ -206,9 +203,9 @@ def _wrong_sums(ledger: Ledger) -> list[str]:
     if account.held != open_credits:
         found.append(f"{account.held} are held, the open holds add up to {open_credits}")
     if account.pending != pending:
-        found.append(f"{account.pending} are said to be pending, the pending grants add up to {pending}")
+        found.append(f"{account.pending} are pending, the pending grants add up to {pending}")
     if account.available < 0:
-        found.append(f"{-account.available} more are held than there are")
+        found.append(f"the holds exceed the balance by {-account.available}")
     return found
 
 
@@ -221,19 +218,19 @@ def _wrong_holds(ledger: Ledger) -> list[str]:
     expected.update(posting_of(each) for each in ledger.grants if each.state is GrantState.GRANTED)
     for each in ledger.settlements:
         if each.hold_id not in holds:
-            found.append(f"{each.hold_id} is settled and was never held")
+            found.append(f"{each.hold_id} is settled without a hold")
         else:
             expected[settling_posting(holds[each.hold_id], each)] += 1
-    written = Counter(_unnumbered(each) for each in ledger.postings if each.kind is not PostingKind.ADJUST)
-    found += [f"{each.kind} of {each.reference} is not in the book" for each in expected - written]
-    found += [
-        f"{each.kind} of {each.reference} is in the book without a cause" for each in written - expected
-    ]
+    written = Counter(
+        replace(each, number=0) for each in ledger.postings if each.kind is not PostingKind.ADJUST
+    )
+    found += [f"{each.kind} of {each.reference} is not in the ledger" for each in expected - written]
+    found += [f"{each.kind} of {each.reference} has no cause" for each in written - expected]
     return found
 
 
 def _wrong_endings(ledger: Ledger) -> list[str]:
-    """Consumed ⇔ completed; refunded ⇔ failed or cancelled; open ⇔ the round goes on."""
+    """Consumed ⇔ completed; refunded ⇔ failed or cancelled; open ⇔ the round is open."""
     found = []
     outcomes = {each.hold_id: each.outcome for each in ledger.settlements}
     for hold in ledger.holds:
@@ -242,18 +239,6 @@ def _wrong_endings(ledger: Ledger) -> list[str]:
         if due is not outcome:
             found.append(f"round {hold.hold_id} is {ended or 'open'} and its hold is {outcome or 'open'}")
     return found
-
-
-def _unnumbered(posting: Posting) -> Posting:
-    return Posting(
-        posting.tenant,
-        posting.kind,
-        posting.balance,
-        posting.held,
-        posting.at,
-        posting.reference,
-        posting.note,
-    )
 
 
 def _check_amount(amount: int, what: str, least: int = 0) -> None:
@@ -269,7 +254,7 @@ _MICROS_A_MILLISECOND = 1_000_000 / 3_600_000
 
 
 class SettlementDecision(NamedTuple):
-    """The end of a round, as its tenant's database is to write it."""
+    """The end of a round, as the tenant's database writes it."""
 
     settlement: Settlement
     posting: Posting
@@ -282,7 +267,7 @@ def hold_of(dispatch: Dispatch) -> HoldId:
 
 
 def deciding_attempt(dispatch: Dispatch, attempts: Sequence[Attempt]) -> Attempt | None:
-    """The last of the round; of one that completed, the one that did."""
+    """The completed attempt of a completed round, else the last attempt of the round."""
     of_round = [each for each in attempts if each.round == dispatch.round]
     if dispatch.phase is Phase.COMPLETED:
         of_round = [each for each in of_round if each.outcome is AttemptOutcome.COMPLETED]
@@ -300,11 +285,11 @@ def settled(
     rate_per_hour: float | None,
     now: float,
 ) -> SettlementDecision:
-    """`stub` is the central store's record, `job` the tenant's; `result` what the deciding attempt left there."""
-    assert dispatch.phase.is_final, "a round that goes on is not settled"
+    """`stub` is the record in the central store, `job` and `result` are those in the tenant's database."""
+    assert dispatch.phase.is_final, "an open round is not settled"
     at = stub.completed_at or now
     deciding = deciding_attempt(dispatch, attempts)
-    # A worker that works on the store itself leaves its result there, and nobody has looked at it.
+    # A direct worker writes its result to the store, and no hub has verified it.
     is_direct = result is None and stub.result is not None
     result = stub.result if result is None else result
     is_completed = dispatch.phase is Phase.COMPLETED
@@ -316,7 +301,7 @@ def settled(
     changes: dict[str, Any] = {name: getattr(stub, name) for name in _COPIED}
     changes["result"] = result if is_completed else None
     if is_completed and job.payload.attachments:
-        changes["payload"] = msgspec.structs.replace(job.payload, attachments=())
+        changes["payload"] = replace(job.payload, attachments=())
     spent = sum(_milliseconds(each) for each in attempts if each.round == dispatch.round)
     run = RunEntry(
         hold.hold_id,
@@ -336,12 +321,12 @@ def settled(
 
 
 def _cost(price: Price, usage: Usage, hold: Hold) -> int:
-    # Known since the round began, and held. The payload that it was read from may be unreadable by now.
+    # Such a price equals the hold. The payload, which names the service, may be unreadable by now.
     return cost(price, usage) if is_told_by_worker(price) else hold.amount
 
 
 def _keepable(name: str) -> str:
-    """What every database can keep of it: callers and workers choose names, and none may keep a round unsettled."""
+    """A form that every database accepts. Callers and workers choose names, and no name may prevent a settlement."""
     return name.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 

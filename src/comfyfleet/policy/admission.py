@@ -1,9 +1,7 @@
-"""Whether a submission is taken at all: every bound on what a caller may ask, each with a refusal in words.
+"""Limits for a submission, and the recognition of a repeated submission.
 
-Whether a submission is one that was taken before: by what was sent, or by what it means.
-
-What was sent is known by a digest where it is not kept as it came (a workflow of the editor, names of files and of
-other jobs): it is the same however the fleet has changed since. Which job has the reference is the engine's to find.
+If the stored job differs from the request (an editor workflow, names of files and other jobs), a digest of the request
+identifies the repeat, however the fleet has changed since. The engine finds the job with the same reference.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ def check_submission(submission: Submission, rules: Rules) -> None:
         ("max_processing_s", submission.requirements.max_processing_s),
     ):
         if value is not None and not (math.isfinite(value) and value >= 0):
-            raise Refusal(
-                RefusalCode.INVALID_REQUEST,
-                f"{name} is {value}; it must be a number of seconds, not negative",
-            )
+            message = f"{name} is {value}; it must be a number of seconds that is not negative"
+            raise Refusal(RefusalCode.INVALID_REQUEST, message)
     if submission.max_attempts is not None and submission.max_attempts < 1:
         raise Refusal(RefusalCode.INVALID_REQUEST, "max_attempts must be at least 1")
     if submission.urgency not in rules.urgency_points:
@@ -52,13 +48,13 @@ def check_submission(submission: Submission, rules: Rules) -> None:
         if size > rules.max_metadata_bytes:
             raise Refusal(
                 RefusalCode.TOO_LARGE,
-                f"metadata has {size} bytes; at most {rules.max_metadata_bytes} are kept",
+                f"metadata has {size} bytes; at most {rules.max_metadata_bytes} are allowed",
             )
     attached = sum(len(attachment.data) for attachment in submission.attachments)
     if attached > rules.max_attachment_bytes:
         raise Refusal(
             RefusalCode.TOO_LARGE,
-            f"the attachments have {attached} bytes together; at most {rules.max_attachment_bytes} are taken",
+            f"the attachments have {attached} bytes together; at most {rules.max_attachment_bytes} are allowed",
         )
 
 
@@ -66,7 +62,7 @@ def check_dependencies(submission: Submission, rules: Rules) -> None:
     if len(submission.after) > rules.max_dependencies:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"a job waits for at most {rules.max_dependencies} others, this one names {len(submission.after)}",
+            f"a job can wait for at most {rules.max_dependencies} other jobs; this one names {len(submission.after)}",
             field="after",
         )
 
@@ -79,7 +75,7 @@ def check_priority(priority: int) -> None:
 
 
 def check_room(waiting: int, open_bytes: int, size: int, rules: Rules) -> None:
-    """`size` is what the payload of the job takes that wants to come in."""
+    """`size` is the payload of the new job."""
     if size > rules.max_open_bytes:
         raise Refusal(
             RefusalCode.TOO_LARGE,
@@ -88,14 +84,14 @@ def check_room(waiting: int, open_bytes: int, size: int, rules: Rules) -> None:
     if open_bytes + size > rules.max_open_bytes:
         raise Refusal(
             RefusalCode.QUEUE_FULL,
-            f"open jobs take {open_bytes} bytes of {rules.max_open_bytes}, too many for {size} more; "
-            "try again when some have run",
+            f"open jobs use {open_bytes} of {rules.max_open_bytes} bytes, so {size} more do not fit; "
+            "try again when some jobs have ended",
             open_bytes=open_bytes,
         )
     if waiting >= rules.max_waiting:
         raise Refusal(
             RefusalCode.QUEUE_FULL,
-            f"{waiting} jobs wait already and no more are taken; try again when some have run",
+            f"the queue is full: {waiting} jobs wait; try again when some of them have run",
             waiting=waiting,
         )
 
@@ -104,36 +100,35 @@ _ENCODER = msgspec.json.Encoder(order="sorted")
 
 
 def digest_of(submission: Submission) -> str | None:
-    """Of what was sent, before anything was found out about it. None: it is kept as it came, and needs none."""
+    """The digest of a request. None: the stored job equals the request, so a repeat needs no digest."""
     inputs, is_kept = submission.inputs, not is_editor_workflow(submission.workflow)
     if submission.reference is None or (is_kept and not inputs and not submission.after):
         return None
-    # What the hub found out about a file is not the caller's.
+    # The hub added these fields, not the caller.
     named = tuple(msgspec.structs.replace(each, sha256=None, size=None) for each in inputs)
     try:
-        # What was meant, not how it was written: nodes may still be text.
+        # The digest must not depend on how the JSON was written: nodes may still be text.
         workflow = decoded_graph(submission.workflow)
         sent = msgspec.structs.replace(
             submission, workflow=workflow, inputs=named, traceparent=None, sent=None
         )
         return sha256(_ENCODER.encode(sent)).hexdigest()
     except (TypeError, ValueError, OverflowError, RecursionError, InvalidWorkflow):
-        # It is no JSON, and will be refused as such.
+        # It is not JSON and will be refused later.
         return None
 
 
 def is_repeat(kept: Submission, submission: Submission) -> bool:
     if kept.sent is not None and kept.sent == (submission.sent or digest_of(submission)):
         return True
-    # What was attached to a completed job is not kept.
+    # A completed job has lost its attachments.
     if not kept.attachments:
         submission = msgspec.structs.replace(submission, attachments=())
     return as_asked(kept) == as_asked(submission)
 
 
 def as_asked(submission: Submission) -> Submission:
-    """Without what was found out later or belongs to one request alone (its trace), and with files told by their
-    content: so a repeat is known again."""
+    """The submission for comparison with a repeat: without derived fields and the trace, with files by content."""
     inputs = tuple(
         msgspec.structs.replace(each, file=None) if each.job is not None or each.sha256 is not None else each
         for each in submission.inputs

@@ -1,12 +1,8 @@
-"""One round: the idle slots of a process are given to waiting jobs all at once.
+"""One matching pass: it assigns the idle slots of a process to waiting jobs, and scores the pairs.
 
-The result is a maximum matching that never trades a higher priority for a lower one. Who may run what is decided before
-(`feasibility.py`, blocks, caps); how good a pair is comes in as the order of a job's slots.
-
-How well a worker suits a job it may take: the dimensions that rank.
-
-A score never keeps a job from running; it orders pairs that are equal in priority, preference, warmth and selectivity
-(`assignment.py`). Live values count here and only here.
+The result is a maximum matching that never trades a higher priority for a lower one. Feasibility, blocks and caps are
+decided before. A score only orders pairs of equal priority, preference, warmth and selectivity. Live values count only
+here.
 """
 
 from __future__ import annotations
@@ -37,29 +33,27 @@ def rank_key(
 ) -> RankKey:
     """The order of pairs of equal priority; smaller is earlier.
 
-    A job that was overtaken for too long comes first, so that nothing below can starve it. Then soft preference, a
-    warm worker, the class with the fewest live compatible workers, the score, and last the store's own order: the
-    tenant that was served least, then the place in line.
+    An overdue job comes first, so that it cannot starve. Then come preference, a warm worker, the class with the fewest
+    compatible workers, the score, the least served tenant, and the place in the queue.
     """
     return (not is_overdue, not is_preferred, -warmth, selectivity, -score, virtual_time, sequence)
 
 
 class WaitingJob(msgspec.Struct, frozen=True):
-    """A job as a round sees it."""
+    """A job as a matching pass sees it."""
 
     job_id: JobId
     priority: int
     rank: RankKey
-    """Its place among jobs of equal priority: the best rank it has with any slot."""
+    """Its order among jobs of equal priority: its best rank with any slot."""
     slots: tuple[str, ...]
-    """The idle slots it may take, best first. Jobs of one lane should share the tuple: a round is then as cheap as
-    its lanes are few."""
+    """The idle slots it may take, best first. Jobs of one lane should share the tuple, which makes a pass cheap."""
 
     @classmethod
     def ranked(cls, job_id: JobId, priority: int, ranks: Mapping[str, RankKey]) -> WaitingJob:
-        """From the rank of each pair. Of equally good slots the one named first is taken first."""
+        """Build a job from the rank of each slot. Of equal slots the first one wins."""
         slots = tuple(sorted(ranks, key=ranks.__getitem__))
-        assert slots, "a job that may take no idle slot has no part in a round"
+        assert slots, "a job without a possible slot takes no part in a matching pass"
         return cls(job_id, priority, ranks[slots[0]], slots)
 
     @property
@@ -68,21 +62,20 @@ class WaitingJob(msgspec.Struct, frozen=True):
 
 
 def assign(jobs: Sequence[WaitingJob]) -> dict[str, JobId]:
-    """Slot → job. As many slots get work as can; and by priority, then rank, no set of jobs would be better.
+    """Slot → job: a maximum matching, and the best set of jobs by priority, then rank.
 
-    Jobs come in their order. Each takes the best slot that is free; when none is, jobs placed before it are moved along
-    the shortest chain that frees one. A job once placed is moved at most, never put out, so those before it lose
-    nothing but a preference.
+    Jobs are placed in their order. Each takes its best free slot. If none is free, the shortest chain of moves of
+    earlier jobs frees one. A placed job may move but always keeps a slot.
     """
     slots = {slot for choices in _distinct(jobs) for slot in choices}
     if len(slots) == 1:
         return {slots.pop(): min((job for job in jobs if job.slots), key=_order).job_id}
-    round_ = _Round()
+    matching = _Matching()
     for job in sorted(jobs, key=_order):
-        if len(round_.holders) == len(slots):
+        if len(matching.holders) == len(slots):
             break
-        round_.place(job)
-    return {slot: job.job_id for slot, job in round_.holders.items()}
+        matching.place(job)
+    return {slot: job.job_id for slot, job in matching.holders.items()}
 
 
 def _order(job: WaitingJob) -> tuple[int, RankKey]:
@@ -93,12 +86,12 @@ def _distinct(jobs: Iterable[WaitingJob]) -> Iterable[tuple[str, ...]]:
     return {id(job.slots): job.slots for job in jobs}.values()
 
 
-class _Round:
-    """The matching while it grows.
+class _Matching:
+    """The growing matching.
 
-    Three facts keep it fast. A slot that is held stays held. Jobs with the same choices reach the same slots, so a
-    search visits each tuple once. And slots from which a search found no way to a free one never get a way: later
-    chains cannot pass through them, hence cannot change them.
+    Three facts keep it fast. A held slot stays held. Jobs with the same choices reach the same slots, so a search
+    visits each tuple once. And slots from which no free slot is reachable stay so, because later chains cannot pass
+    through them.
     """
 
     def __init__(self) -> None:
@@ -115,7 +108,7 @@ class _Round:
             return
         visited = {id(job.slots)}
         came_from: dict[str, str | None] = {}
-        # Breadth first, so that the fewest jobs are moved; each looks at its better slots first.
+        # Breadth first, so that the fewest jobs move.
         searches: deque[tuple[tuple[str, ...], str | None]] = deque([(job.slots, None)])
         while searches:
             choices, left = searches.popleft()
@@ -133,7 +126,7 @@ class _Round:
         self._dead_ends |= visited
 
     def _first_free(self, slots: tuple[str, ...]) -> str | None:
-        """The best slot nobody holds. Those before it are held for good and not looked at again."""
+        """The best free slot. Slots before it stay held and are not checked again."""
         start = self._held_prefix.get(id(slots), 0)
         for index in range(start, len(slots)):
             if slots[index] not in self.holders:
@@ -145,20 +138,20 @@ class _Round:
     def _shift(
         self, job: WaitingJob, free: str, left: str | None, came_from: Mapping[str, str | None]
     ) -> None:
-        """From the far end of the chain each job moves one slot on; the new job takes the slot that leaves."""
+        """Move each job of the chain to the next slot, from the far end. The new job takes the freed slot."""
         while left is not None:
             self.holders[free] = self.holders[left]
             free, left = left, came_from[left]
         self.holders[free] = job
 
 
-# Each is the amount that scores one half. They set where a difference still matters, not what wins.
+# Each is the amount that scores one half.
 HALF_SPARE_MEMORY_GB = 16.0
 HALF_EXPECTED_S = 60.0
 HALF_RATE_PER_HOUR = 1.0
 
 INDIFFERENT = 0.5
-"""Neither for nor against: the value is unknown or nobody is preferred."""
+"""The value is unknown, or there is no preference."""
 
 
 def score(
@@ -166,13 +159,13 @@ def score(
 ) -> float:
     """The weighted sum of values from 0 to 1; higher is better.
 
-    `load` is the share of the worker's slots in use, `expected_s` the learned duration of this workflow on its class of
-    worker. The service dimension only filters and adds nothing.
+    `load` is the share of the worker's slots in use, `expected_s` the mean duration of this workflow on its worker
+    class. The service dimension only filters.
     """
     capabilities, wishes = worker.capabilities, cls.preferences
     return (
-        weights.hardware * _spare_room(cls, worker)
-        + weights.models * _models_at_hand(cls, worker)
+        weights.hardware * _spare_memory(cls, worker)
+        + weights.models * _available_models(cls, worker)
         + weights.tenant * _closeness(cls, capabilities)
         + weights.performance * (_quality(wishes, capabilities) + _speed(capabilities, expected_s)) / 2
         + weights.location * _region(wishes, capabilities)
@@ -182,7 +175,7 @@ def score(
 
 
 def warmth(cls: RequirementClass, workflow_hash: WorkflowHash, live: LiveState) -> int:
-    """2: every model the job needs is loaded now. 1: the worker ran the same workflow last. 0: cold."""
+    """2: all required models are loaded. 1: the worker ran the same workflow last. 0: cold."""
     needed = cls.requirements.models
     if needed and live.loaded_models:
         loaded = live.loaded_models | collect_aliases(live.loaded_models)
@@ -191,17 +184,17 @@ def warmth(cls: RequirementClass, workflow_hash: WorkflowHash, live: LiveState) 
     return 1 if live.last_workflow == workflow_hash else 0
 
 
-def _spare_room(cls: RequirementClass, worker: WorkerRecord) -> float:
-    """GPU memory left over beyond the need; what is free now where that is known, else the card's size."""
+def _spare_memory(cls: RequirementClass, worker: WorkerRecord) -> float:
+    """GPU memory beyond the need, from the free memory if known, else from the total."""
     need = cls.requirements.hardware
     free = worker.live.free_vram_gb
-    room = worker.capabilities.hardware.gpu.memory_gb if free is None else free
-    spare = max(0.0, room - max(need.gpu_memory_gb, need.gpu_memory_above_gb))
+    memory_gb = worker.capabilities.hardware.gpu.memory_gb if free is None else free
+    spare = max(0.0, memory_gb - max(need.gpu_memory_gb, need.gpu_memory_above_gb))
     return spare / (spare + HALF_SPARE_MEMORY_GB)
 
 
-def _models_at_hand(cls: RequirementClass, worker: WorkerRecord) -> float:
-    """The mean over needed and preferred models: loaded counts 1, installed one half. Nothing asked, nothing amiss."""
+def _available_models(cls: RequirementClass, worker: WorkerRecord) -> float:
+    """The mean over required and preferred models: loaded counts 1, installed one half. Without models it is 1."""
     names = {normal_model(name) for name in (*cls.requirements.models, *cls.preferences.models)}
     if not names:
         return 1.0
@@ -220,7 +213,7 @@ def _models_at_hand(cls: RequirementClass, worker: WorkerRecord) -> float:
 
 
 def _closeness(cls: RequirementClass, capabilities: Capabilities) -> float:
-    """A loose worker prefers the tenants it lists, and a strict one is there for nobody else."""
+    """A worker with an allow list prefers the tenants on it."""
     access = capabilities.tenant_access
     if access.isolation == "none" or not access.allowed:
         return INDIFFERENT
@@ -228,14 +221,13 @@ def _closeness(cls: RequirementClass, capabilities: Capabilities) -> float:
 
 
 def _quality(wishes: Preferences, capabilities: Capabilities) -> float:
-    """Whether the worker offers the quality level that was wished for."""
     if wishes.quality is None:
         return 1.0
     return 1.0 if wishes.quality in capabilities.performance.quality_levels else 0.0
 
 
 def _speed(capabilities: Capabilities, expected_s: float | None) -> float:
-    """What the fleet has learned, else what the worker says of itself (1 is usual, and scores one half)."""
+    """From the mean duration, else from the worker's declared speed. The usual speed is 1 and scores one half."""
     if expected_s is not None:
         return HALF_EXPECTED_S / (HALF_EXPECTED_S + max(0.0, expected_s))
     speed = max(0.0, capabilities.performance.speed)
@@ -250,7 +242,7 @@ def _region(wishes: Preferences, capabilities: Capabilities) -> float:
 
 
 def _cheapness(wishes: Preferences, capabilities: Capabilities) -> float:
-    """The rate per hour, lower is better; where a tier was wished for, its nearness counts as much."""
+    """A lower hourly rate is better. The distance to a preferred tier counts as much."""
     cost = capabilities.cost
     cheap = (
         INDIFFERENT

@@ -1,9 +1,8 @@
-"""Which pair (worker, workflow hash) is kept apart after a failure, for how long, and for whom.
+"""Which pairs (worker, workflow hash) a failure blocks, for how long, and for which tenants.
 
-The default strategy is stateless: the store remembers the block, the strategy says what the next one looks like. A
-strategy of one's own implements the same four methods and may keep state. For whom a block counts is the same for every
-strategy: for the tenant whose job failed, and for everybody once two tenants have one, or where it is the server that
-lacks something. A hash ignores values, so what one tenant asks for says nothing about another's jobs.
+The default strategy is stateless: the store holds the block, and the strategy computes the next one. A custom strategy
+implements the same four methods and may have state. Every block applies to the tenant whose job failed. It applies to
+all tenants once two of them have one, or if the server lacks something.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class FailoverStrategy(Protocol):
     """Decides for each (worker, workflow hash)."""
 
     def should_skip(self, worker_id: WorkerId, workflow_hash: WorkflowHash, now: float) -> bool:
-        """Beside the blocks in the store: keep this workflow from this worker now?"""
+        """Keep this workflow from this worker now, in addition to the blocks in the store?"""
 
     def record_failure(
         self,
@@ -38,7 +37,7 @@ class FailoverStrategy(Protocol):
         previous: Block | None,
         now: float,
     ) -> Block | None:
-        """The block (or the count towards one) to remember; None forgets nothing and adds nothing."""
+        """The block, or the failure count, to store. None: nothing changes."""
 
     def record_success(self, worker_id: WorkerId, workflow_hash: WorkflowHash, now: float) -> None: ...
 
@@ -46,7 +45,7 @@ class FailoverStrategy(Protocol):
 
 
 class SmartFailover:
-    """Counts failures of a pair, blocks it at the threshold, lets it go after the cooldown."""
+    """Counts the failures of a pair, blocks it at the threshold, and releases it after the cooldown."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -64,7 +63,7 @@ class SmartFailover:
     ) -> Block | None:
         rules = self._rules
         if previous is not None and previous.blocked_until is not None and not previous.is_in_force(now):
-            # Its time is over; that nobody has removed it yet must make no difference.
+            # An expired block counts as removed.
             previous = None
         failures = 1 + (previous.failures if previous is not None else 0)
         until: float | None
@@ -73,7 +72,7 @@ class SmartFailover:
             case BlockRule.NONE:
                 return None
             case BlockRule.REFUSAL if not concerns_structure(failure):
-                # Another job of this workflow has other values, which the server may accept.
+                # The server may accept the values of another job.
                 return None
             case BlockRule.REFUSAL:
                 reason, until = BlockReason.REFUSED, now + rules.inventory_block_s
@@ -86,7 +85,7 @@ class SmartFailover:
                 is_over = failures >= rules.max_failures_before_block
                 reason, until = BlockReason.FAILURES, now + rules.cooldown_s if is_over else None
         if previous is not None and (previous.blocked_until or 0.0) > (until or 0.0):
-            # Another attempt was still running when the pair was blocked: its end shortens nothing.
+            # The end of a concurrent attempt never shortens a block.
             return msgspec.structs.replace(previous, failures=failures)
         return Block(worker_id, workflow_hash, reason, failures, until, missing)
 
@@ -100,8 +99,8 @@ class SmartFailover:
 def when_alone(
     block: Block | None, known: Block | None, failure: Failure, choice: RetryChoice
 ) -> Block | None:
-    """A server that died takes nothing before it answers again; a cooldown beyond that keeps its job for another one.
-    Where there is no other the failure is counted, and the block is what it was before."""
+    """After a server died, a cooldown leaves the job to another worker. If there is no other worker, the failure is
+    counted but the block does not change: the server gets jobs again as soon as it answers."""
     has_died = failure.kind is FailureKind.CRASHED or failure.server_died is not None
     if block is None or not has_died or not choice.is_alone:
         return block
@@ -114,13 +113,12 @@ _OF_A_RUN = (BlockReason.FAILURES, BlockReason.OUT_OF_MEMORY)
 def blocked_target(
     workflow_hash: WorkflowHash, tenant: TenantId, failure: Failure, needs: Requirements | None
 ) -> str:
-    """What a failure is counted for: the tenant's workflow; everybody's where the server lacks what the graph names."""
+    """The target of a block: the workflow of the tenant, or of all tenants if the server lacks what the graph names."""
     return workflow_hash if _is_of_server(failure, needs) else tenant_target(workflow_hash, tenant)
 
 
 def _is_of_server(failure: Failure, needs: Requirements | None) -> bool:
-    # The hash holds node classes, wires and the names of models. Any other name stands in a value, which concerns only
-    # the tenant that wrote it.
+    # The hash covers node classes, links and model names. Any other name is part of a value of this tenant.
     if is_refusal(failure):
         return concerns_structure(failure)
     if needs is None or not failure.missing:
@@ -132,8 +130,8 @@ def _is_of_server(failure: Failure, needs: Requirements | None) -> bool:
 
 
 def met_by_two(block: Block, known: Iterable[Block], now: float) -> Block | None:
-    """The block for everybody, once a second tenant has met what the first one met. `known`: the blocks of the worker.
-    None: there is no second tenant, or everybody is kept off for at least as long already."""
+    """The block for all tenants, if a second tenant has an equal one. `known` are the blocks of the worker. None: no
+    second tenant has one, or all tenants are already blocked for at least as long."""
     if block.tenant is None or not block.is_in_force(now):
         return None
     workflow_hash, is_second = block.workflow_hash, False
@@ -146,19 +144,19 @@ def met_by_two(block: Block, known: Iterable[Block], now: float) -> Block | None
 
 
 def lifted_by_inventory(blocks: Iterable[Block]) -> list[Block]:
-    """A new look at the inventory is reason to try again whatever was missing or refused before."""
+    """The blocks that a new inventory lifts."""
     return [block for block in blocks if block.reason in (BlockReason.INVENTORY, BlockReason.REFUSED)]
 
 
 def is_quarantined(blocks: Iterable[Block], rules: Rules, now: float) -> bool:
-    """A worker that fails everything is taken out as a whole. One tenant alone cannot have it taken from all others,
-    whatever it submits: of the workflows that failed for nobody else, no more than half of the limit is counted."""
+    """Whether a worker fails so many workflows that it gets no more jobs. One tenant alone cannot cause that: workflows
+    that failed only for this tenant count at most for half of the limit."""
     failed = [block for block in blocks if block.is_in_force(now) and block.reason in _OF_A_RUN]
     for_all = {block.workflow_hash for block in failed if block.tenant is None}
     alone = Counter(
         block.tenant for block in failed if block.tenant is not None and block.workflow_hash not in for_all
     )
-    # Where nobody set up tenants every job is of the default one, and there is nobody to protect.
+    # Without tenants every job belongs to the default tenant, so there is no other tenant to protect.
     most = rules.quarantine_blocks // 2 + 1
     counted = sum(count if tenant == DEFAULT_TENANT else min(count, most) for tenant, count in alone.items())
     return len(for_all) + counted > rules.quarantine_blocks

@@ -1,7 +1,7 @@
-"""Fair share between tenants: what a lease is charged with, what it took in the end, and who comes first in a round.
+"""Fair share between tenants: the charge of a lease, its correction, and the order within a matching pass.
 
-Stores order tenants by virtual time and keep what is charged (`model/tenant.py`). Here are the numbers they are given,
-and the order inside one round, in which several jobs of a tenant may be leased before any charge can be seen.
+Stores order tenants by virtual time and record the charges (`model/tenant.py`). A pass may lease several jobs of one
+tenant before any charge is visible, so it needs its own order.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from comfyfleet.policy.rules import Rules
 
 
 def charge_s(expected_s: float | None, rules: Rules) -> float:
-    """The estimate a lease is charged with."""
+    """The estimated charge of a lease."""
     return rules.charge_s if expected_s is None else expected_s
 
 
 def used_s(lease: Lease | None, now: float) -> float | None:
-    """For how long an attempt that did not complete had its worker. One that was never taken up did not have it."""
+    """How long an attempt that did not complete used its worker: 0 if the worker never acknowledged the lease."""
     if lease is None:
         return None
     return max(0.0, now - lease.leased_at) if lease.is_acknowledged else 0.0
 
 
 class TenantTurn(NamedTuple):
-    """A job in view of a round: the virtual time of its tenant before and after its lease, if those before it are
-    leased too."""
+    """The virtual time of a job's tenant before and after its lease, if earlier jobs of the tenant are leased too."""
 
     start: float
     end: float
@@ -38,7 +37,7 @@ class TenantTurn(NamedTuple):
 def turns(
     candidates: Iterable[Candidate], seconds_of: Callable[[Candidate], float]
 ) -> dict[JobId, TenantTurn]:
-    """Each job of a tenant costs the next one its place. Where nobody is charged, all are equal."""
+    """Each job of a tenant moves the next one back. Without charges all turns are equal."""
     spent: dict[TenantId, float] = {}
     found: dict[JobId, TenantTurn] = {}
     for each in sorted(candidates, key=lambda each: (-each.lane.priority, each.sequence)):
@@ -57,11 +56,10 @@ def due_now(
     turn: Mapping[JobId, TenantTurn],
     quantum_s: float,
 ) -> dict[str, JobId]:
-    """Of the jobs that were given slots, those that nothing out of view could come before; the others wait until these
-    are charged, and the round looks again.
+    """The chosen jobs that no unseen job could precede. The others wait for the next pass, after these are charged.
 
-    Out of view are tenants that were served a quantum more than the least, and what stands behind the last job that
-    was seen of a tenant. The first of each priority is always due.
+    A pass does not see tenants that are a quantum ahead of the least served one, nor the jobs behind the last seen job
+    of a tenant. The first job of each priority is always due.
     """
     ends: dict[tuple[int, TenantId], float] = {}
     for job_id, each in seen.items():

@@ -1,12 +1,7 @@
-"""Which worker may take which class, and why not: the dimensions that filter.
+"""Which worker may take which requirement class, and why not. This is the only place that decides it.
 
-Verdicts are made here and nowhere else; a store only remembers them. What merely ranks the workers that may
-(`assignment.py`), free slots and blocks are left to others.
-
-Whether a fake worker may take a job. It makes pictures that nobody can use, so it never takes what is real work.
-
-A fleet of fakes alone works, to try things. Once a real worker was there, whether it is online or not, the jobs are
-taken to be meant for it. Pure.
+Ranking (`assignment.py`), free slots and blocks are separate. Fake workers take no jobs once the fleet has known a real
+worker, online or not, because a fake produces no usable results.
 """
 
 from __future__ import annotations
@@ -24,30 +19,30 @@ from comfyfleet.policy.rules import Weights
 
 Dimension = Literal["affinity", "service", "hardware", "models", "tenant", "performance", "location", "cost"]
 
-REFUSES = "has versions of the nodes that do not accept this workflow"
+REFUSES = "has node versions that do not accept this workflow"
 
 
 class Mismatch(msgspec.Struct, frozen=True):
-    """One thing that keeps a worker from a job. The reason reads on after the worker's name."""
+    """One reason why a worker may not take a job. The text continues a sentence that starts with the worker's name."""
 
     dimension: Dimension
     reason: str
     name: str | None = None
-    """Of a node class or a model: the worker may have it a moment from now."""
+    """The missing node class or model. The worker may get it later."""
 
 
 def misses(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> tuple[Mismatch, ...]:
-    """Every reason why the worker may not take the class, weightiest dimension first. Empty: it may."""
+    """Every reason why the worker may not take the class, heaviest dimension first. Empty: it may."""
     return tuple(_find(cls, worker_id, capabilities))
 
 
 def is_feasible(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> bool:
-    """`misses` without the list: stops at the first reason."""
+    """Like `misses`, but stops at the first reason."""
     return next(_find(cls, worker_id, capabilities), None) is None
 
 
 def names_missing(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> tuple[str, ...]:
-    """The node classes and models that are all that keeps the worker from the class. Empty: nothing does, or more."""
+    """The missing node classes and models, if nothing else keeps the worker from the class; otherwise empty."""
     names: list[str] = []
     for miss in _find(cls, worker_id, capabilities):
         if miss.name is None:
@@ -57,10 +52,7 @@ def names_missing(cls: RequirementClass, worker_id: WorkerId, capabilities: Capa
 
 
 def nearest_miss(missing: Mapping[WorkerId, Collection[Mismatch]], weights: Weights) -> WorkerId | None:
-    """The worker that misses least: fewest reasons, then the lightest, then by name.
-
-    A worker that misses nothing is no miss and does not count.
-    """
+    """The worker with the fewest reasons, then the lightest, then by name. Workers without reasons do not count."""
     measured = (
         (len(found), sum(weight_of(miss.dimension, weights) for miss in found), worker_id)
         for worker_id, found in missing.items()
@@ -71,7 +63,7 @@ def nearest_miss(missing: Mapping[WorkerId, Collection[Mismatch]], weights: Weig
 
 
 def weight_of(dimension: Dimension, weights: Weights) -> float:
-    # Being the named worker is as absolute as offering the service, and has no weight of its own.
+    # Affinity is as absolute as the service and has no weight of its own.
     if dimension == "affinity":
         return weights.service
     weight: float = getattr(weights, dimension)
@@ -79,8 +71,7 @@ def weight_of(dimension: Dimension, weights: Weights) -> float:
 
 
 def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> Iterator[Mismatch]:
-    # Lazy on purpose: most pairs of a large fleet fail early, and their later reasons are never put into words.
-    # So the checks stand in the order of their weights, and nothing is sorted afterwards.
+    # Lazy, because most pairs of a large fleet fail at the first check. The checks are in the order of their weights.
     needs = cls.requirements
     yield from _affinity_misses(needs, worker_id)
     services = [service for service in capabilities.services if service.name == needs.service]
@@ -90,12 +81,10 @@ def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities
     if service is not None and not _has_provider(needs, service):
         yield Mismatch("service", f"does not offer '{needs.service}' by the provider '{needs.provider}'")
     if needs.needs_files and not capabilities.moves_files:
-        yield Mismatch(
-            "service", "exchanges no files with a hub, and the job brings some or wants its own kept"
-        )
+        yield Mismatch("service", "does not exchange files with a hub, which this job needs")
     if needs.needs_hub and not capabilities.has_hub:
         yield Mismatch(
-            "service", "takes its jobs from the store itself, where this tenant's are not to be read"
+            "service", "reads jobs directly from the store, where this tenant's payloads are not readable"
         )
     yield from _hardware_misses(needs.hardware, capabilities.hardware)
     if service is not None:
@@ -106,7 +95,8 @@ def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities
     yield from _location_misses(needs, capabilities)
     if needs.max_cost_tier is not None and not is_within_tier(capabilities.cost.tier, needs.max_cost_tier):
         yield Mismatch(
-            "cost", f"costs '{capabilities.cost.tier}', at most '{needs.max_cost_tier}' may be paid"
+            "cost",
+            f"has the cost tier '{capabilities.cost.tier}', at most '{needs.max_cost_tier}' is allowed",
         )
 
 
@@ -122,7 +112,7 @@ def _affinity_misses(needs: Requirements, worker_id: WorkerId) -> Iterator[Misma
 
 
 def _best_service(needs: Requirements, services: list[Service]) -> Service | None:
-    """A worker may offer a service more than once, with other models each time; one of them must do it all."""
+    """A worker may offer a service several times with different models. One of them must meet all needs."""
     if len(services) <= 1:
         return services[0] if services else None
     return min(
@@ -151,24 +141,24 @@ def _inventory_misses(needs: Requirements, service: Service) -> Iterator[Mismatc
 
 
 def normal_model(name: str) -> str:
-    """Servers on Windows list models with backslashes; a model's name must not depend on that."""
+    """Servers on Windows list models with backslashes."""
     return name.replace("\\", "/")
 
 
 def has_model(models: frozenset[str], name: str) -> bool:
-    """A bare name is found in any folder. A name with its folder is found only there: many models of different
-    families share a base name, and a server accepts the path alone."""
+    """A bare name matches in any folder, a path only there: models of different families share base names, and a server
+    accepts only the path."""
     name = normal_model(name)
     return name in models or name in model_aliases(models)
 
 
 def collect_aliases(models: frozenset[str]) -> frozenset[str]:
-    """The other names under which the files of an inventory may be asked for."""
+    """Further names of the files of an inventory: with forward slashes, and without their folder."""
     normal = [normal_model(name) for name in models if "/" in name or "\\" in name]
     return frozenset(normal).union(name.rpartition("/")[2] for name in normal)
 
 
-# An inventory of a thousand files is read once, not once for each class: it is a value, so its aliases are too.
+# Cached, so that an inventory of a thousand files is read once, not once for each class.
 model_aliases = lru_cache(maxsize=1024)(collect_aliases)
 
 
@@ -176,7 +166,7 @@ model_aliases = lru_cache(maxsize=1024)(collect_aliases)
 
 
 def _hardware_misses(need: HardwareNeed, have: Hardware) -> Iterator[Mismatch]:
-    # Written as "not at least" because a value that compares with nothing must count as a miss.
+    # Written as "not >=" so that NaN counts as a miss.
     if need.gpu_count and not have.gpu.count >= need.gpu_count:
         yield Mismatch("hardware", f"has {have.gpu.count} GPUs, {need.gpu_count} are needed")
     if need.gpu_memory_gb and not have.gpu.memory_gb >= need.gpu_memory_gb:
@@ -188,7 +178,7 @@ def _hardware_misses(need: HardwareNeed, have: Hardware) -> Iterator[Mismatch]:
         yield Mismatch(
             "hardware",
             f"has {have.gpu.memory_gb:g} GB of GPU memory, "
-            f"more than {need.gpu_memory_above_gb:g} GB are needed: that much was seen to be too little",
+            f"more than {need.gpu_memory_above_gb:g} GB are needed: that much was too little before",
         )
     if need.gpu_model is not None and not is_gpu_model(have.gpu.model, need.gpu_model):
         yield Mismatch(
@@ -203,7 +193,7 @@ def _hardware_misses(need: HardwareNeed, have: Hardware) -> Iterator[Mismatch]:
 
 
 def is_gpu_model(have: str, wanted: str) -> bool:
-    """'4090' means any card whose full name contains it."""
+    """'4090' means any GPU whose full name contains it."""
     return wanted.casefold() in have.casefold()
 
 
@@ -211,10 +201,7 @@ def is_gpu_model(have: str, wanted: str) -> bool:
 
 
 def admits(access: TenantAccess, tenant: TenantId, *, is_strict: bool) -> bool:
-    """The worker's side is asked whether or not the job cares; being denied outweighs being listed.
-
-    A strict job (`is_strict`) runs only where nobody unlisted does.
-    """
+    """Whether the worker accepts the tenant. `denied` outweighs `allowed`. A strict job needs a strict worker."""
     if tenant in access.denied:
         return False
     if access.isolation == "strict":
@@ -265,8 +252,9 @@ def is_within_tier(tier: CostTier, limit: CostTier) -> bool:
 
 
 def is_held_back(worker: WorkerRecord, fleet: Iterable[WorkerRecord]) -> bool:
-    said = worker.capabilities
-    if not said.is_fake or said.works_beside_real:
+    """Whether a fake worker must not take jobs, because the fleet has a real one."""
+    declared = worker.capabilities
+    if not declared.is_fake or declared.works_beside_real:
         return False
-    # A server that never answered may be a fake as well.
+    # A worker without services never answered and may be a fake too.
     return any(other.capabilities.services and not other.capabilities.is_fake for other in fleet)

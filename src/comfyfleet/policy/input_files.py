@@ -1,6 +1,6 @@
-"""The files that a job brings: whether they may be asked for so, and which output of an earlier job is meant.
+"""Input files of a job: limits and validity, and the selection of an output of an earlier job.
 
-Whether a file is there, and whose it is, is the hub's to say; when an earlier job has completed is the engine's.
+The hub checks whether a file exists and who owns it. The engine knows when an earlier job has completed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from comfyfleet.model.workflow import Workflow
 from comfyfleet.policy.rules import Rules
 
 _MAX_ID = 64
-_MANY = 10
-"""So many names are told of what there is instead."""
+_MAX_NAMES = 10
 
 
 def check_inputs(submission: Submission, graph: Workflow, rules: Rules) -> None:
     inputs = submission.inputs
     if len(inputs) > rules.max_inputs:
-        raise _refused(f"a job brings at most {rules.max_inputs} files, this one {len(inputs)}")
+        raise _refused(f"a job can have at most {rules.max_inputs} input files; this one has {len(inputs)}")
     seen: set[tuple[str, str]] = set()
     for each in inputs:
         if (each.file is None) == (each.job is None):
-            raise _refused(f"the input {each.target} is either a 'file' or the output of a 'job'")
+            raise _refused(f"the input {each.target} needs either a 'file' or a 'job'")
         if each.job is None and (each.output is not None or each.index):
-            raise _refused(f"the input {each.target}: 'output' and 'index' choose among what a 'job' left")
+            raise _refused(f"the input {each.target}: 'output' and 'index' select an output of a 'job'")
         node = graph.nodes.get(each.node)
         if node is None:
             raise _refused(f"the workflow has no node {each.node!r}; it has {_some(list(graph.nodes))}")
@@ -37,23 +36,23 @@ def check_inputs(submission: Submission, graph: Workflow, rules: Rules) -> None:
                 f"node {each.node} ({node.class_type}) has no input {each.input!r}; it has {known}"
             )
         if (each.node, each.input) in seen:
-            raise _refused(f"two files are given for the input {each.target}")
+            raise _refused(f"the input {each.target} has two files")
         seen.add((each.node, each.input))
     attached = sum(len(attachment.data) for attachment in submission.attachments)
     size = attached + sum(each.size or 0 for each in inputs)
     if inputs and size > rules.max_attachment_bytes:
         raise Refusal(
             RefusalCode.TOO_LARGE,
-            f"the inputs have {size} bytes together; at most {rules.max_attachment_bytes} are taken",
+            f"the inputs have {size} bytes together; at most {rules.max_attachment_bytes} are allowed",
             field="inputs",
         )
 
 
 def output_of(wanted: JobInput, result: JobResult) -> str | Failure:
-    """The file that is meant among those the job left. What it left is final, so a failure to find it is too."""
+    """The selected output file of the earlier job. Its outputs are final, so a failure to find one is final too."""
     files = list(result.files)
     if wanted.output is None:
-        # A preview is meant only where nothing else is there.
+        # A preview counts only if there are no other outputs.
         named = [file for file in files if file.folder == "output"] or files
     else:
         named = [file for file in files if file.node_id == wanted.output] or [
@@ -63,14 +62,14 @@ def output_of(wanted: JobInput, result: JobResult) -> str | Failure:
     if wanted.index >= len(named):
         there = _some([f"{file.filename} (node {file.node_id})" for file in files])
         number = f"no output {wanted.index}{which}" if named else f"no output{which}"
-        return _missing(wanted, f"left {number}; it left {there}")
+        return _missing(wanted, f"has {number}; it has {there}")
     file = named[wanted.index]
-    # A worker directly on a store may have written anything there.
+    # A direct worker may have written anything to the store.
     if file.file_id is None or not (0 < len(file.file_id) <= _MAX_ID and file.file_id.isprintable()):
         return _missing(
             wanted,
-            f"left {file.filename} on its server alone: it ran on a worker that brings no files to a hub. "
-            "Submit it with requirements.needs_files",
+            f"has {file.filename} only on its server, because its worker uploads no files to a hub. "
+            "Submit that job with requirements.needs_files",
         )
     return file.file_id
 
@@ -78,7 +77,7 @@ def output_of(wanted: JobInput, result: JobResult) -> str | Failure:
 def _missing(wanted: JobInput, what: str) -> Failure:
     return Failure(
         FailureKind.MISSING_INPUT,
-        f"the input {wanted.target} cannot be had: the job {wanted.job} {what}",
+        f"the input {wanted.target} is missing: the job {wanted.job} {what}",
         node_id=wanted.node,
         missing=(wanted.target,),
     )
@@ -89,5 +88,5 @@ def _refused(message: str) -> Refusal:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-    return (", ".join(names[:_MANY]) or "none") + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return (", ".join(names[:_MAX_NAMES]) or "none") + more

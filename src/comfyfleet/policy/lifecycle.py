@@ -1,8 +1,7 @@
-"""The lifecycle of a job: one table of moves, and nothing that is not in it happens.
+"""The state machine of a job: one table of transitions. `diagram()` prints it for the docs.
 
-Two rules. A move is taken only from the phase the table names; anything else raises `IllegalTransition` and
-changes nothing. A move that ends a lease clears it, so that no report of the old holder can match again. The
-diagram in the docs is printed from the table by `diagram()`.
+A transition that is not in the table raises `IllegalTransition` and changes nothing. A transition that ends a lease
+clears it, so that no report of the old holder can match.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MOVES: dict[tuple[Phase, Transition], Phase] = {
 
 
 class IllegalTransition(Exception):
-    """A move the table does not have. Always a bug of ours or a race that a guard must catch first."""
+    """The table does not have this transition. This is a bug, or a race that a guard must catch before."""
 
 
 def target(phase: Phase, move: Transition) -> Phase:
@@ -54,7 +53,7 @@ def completed(dispatch_phase: Phase = Phase.LEASED) -> Change:
 
 
 def failed(dispatch: Dispatch, move: Transition) -> Change:
-    assert move in (Transition.GIVE_UP, Transition.END), "only these two moves end in failure"
+    assert move in (Transition.GIVE_UP, Transition.END), "only these two transitions end in failure"
     return Change(phase=target(dispatch.phase, move), lease=None, wake_at=None)
 
 
@@ -73,7 +72,7 @@ def readiness_at(not_before: float | None, now: float, is_held: bool = False) ->
 
 
 def diagram() -> str:
-    """The table as Mermaid, in the table's own order."""
+    """The table as Mermaid, in the order of the table."""
     lines = ["stateDiagram-v2", "    [*] --> queued: submit"]
     merged: dict[tuple[Phase, Phase], list[str]] = {}
     for (source, move), goal in MOVES.items():

@@ -1,8 +1,8 @@
-"""Workflows that servers die of: when one is refused, in which words, and when its tenant is paused for it.
+"""Poison workflows: when a workflow that kills servers is refused, and when its tenant is paused.
 
-A server's execution thread or process may die while it runs a graph (`Failure.server_died`). Once is bad luck, so the
-job gets one more try. A second time the graph is to blame: nobody runs it for this tenant until an operator lifts it.
-A lease that merely ran out says nothing of the kind: the agent's machine may have lost its network.
+A server's execution thread or process may die while it runs a graph (`Failure.server_died`). The job gets one more try.
+After the second death no worker runs the workflow for this tenant until an operator lifts the block. An expired lease
+does not count, because the agent's machine may only have lost its network.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from comfyfleet.policy.rules import Rules
 
 
 def refusal_of(dispatch: Dispatch, server_deaths: int, now: float) -> Block:
-    """The block that keeps the workflow of this job's tenant from every worker."""
+    """The block that keeps the workflow from every worker, for the tenant of this job."""
     _, for_tenant, _ = dispatch.block_targets
     return Block(EVERY_WORKER, for_tenant, BlockReason.SERVER_DIED, server_deaths, UNTIL_LIFTED, made_at=now)
 
 
 def death_of(dispatch: Dispatch, server_deaths: int, now: float) -> Block:
-    """The count towards a refusal, where the job itself is not tried again and so cannot show the second death."""
+    """A count of deaths without a block, for a job that is not tried again."""
     return msgspec.structs.replace(refusal_of(dispatch, server_deaths, now), blocked_until=None)
 
 
 def deaths_lately(known: Block | None, rules: Rules, now: float) -> int:
-    """Of the workflow of a tenant, by what is remembered of it for every worker."""
+    """The recent deaths of a tenant's workflow, from its stored block."""
     is_fresh = known is not None and now - known.made_at < rules.poison_window_s
     return known.failures if known is not None and is_fresh else 0
 
@@ -49,13 +49,13 @@ def why_refused(workflow_hash: WorkflowHash, tenant: TenantId) -> str:
     by_hand = f"`comfyfleet blocks lift '*' {tenant_target(workflow_hash, tenant)}`"
     in_program = f'`pool.unblock("*", "{workflow_hash}")`'
     return (
-        f"servers died while they ran this workflow{whose}, so it is refused until an operator lifts that: "
+        f"servers died while they ran this workflow{whose}, so it is refused until an operator lifts the block: "
         f"{by_hand}, or {in_program} in a program"
     )
 
 
 def check_refused(workflow_hash: WorkflowHash, tenant: TenantId, refused: Set[str]) -> None:
-    """Raises a refusal where the tenant's workflow is among those that are refused."""
+    """Raise a refusal if the tenant's workflow is blocked."""
     if refused and tenant_target(workflow_hash, tenant) in refused:
         raise Refusal(
             RefusalCode.INVALID_WORKFLOW, why_refused(workflow_hash, tenant), workflow_hash=workflow_hash
@@ -63,19 +63,19 @@ def check_refused(workflow_hash: WorkflowHash, tenant: TenantId, refused: Set[st
 
 
 def failure_of_poison(failure: Failure, dispatch: Dispatch) -> Failure:
-    """What becomes of the job that showed it: its caller reads what died, and why it is not tried again."""
+    """The failure of the job that killed the last server."""
     why = why_refused(dispatch.workflow_hash, dispatch.tenant)
     return msgspec.structs.replace(failure, message=f"{failure.message.rstrip('.')}; {why}")
 
 
 def failure_of_waiting(dispatch: Dispatch) -> Failure:
-    """What becomes of equal jobs of the tenant that wait."""
+    """The failure of waiting jobs of the same tenant and workflow."""
     return Failure(FailureKind.INVALID_WORKFLOW, why_refused(dispatch.workflow_hash, dispatch.tenant))
 
 
 def is_to_be_paused(tenant: TenantId, blocks: Iterable[Block], rules: Rules, now: float) -> bool:
-    """Whether so many workflows of the tenant were refused lately that nothing more of it is run. The default tenant is
-    not paused: where nobody set up tenants, all jobs are of it."""
+    """Whether so many workflows of the tenant were refused recently that it is paused. The default tenant is not
+    paused, because without tenants it owns all jobs."""
     lately = sum(
         is_refusing(block) and block.tenant == tenant and now - block.made_at < rules.poison_window_s
         for block in blocks

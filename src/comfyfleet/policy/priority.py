@@ -1,7 +1,6 @@
-"""How urgent a waiting job is, as one integer, and when that will change by itself.
+"""The effective priority of a waiting job, and the time of its next change.
 
-The store orders by this number (higher first) and a timer is set for its next change; ties are for fairness and the
-ranking in `assignment.py` to break.
+The store orders by this number, higher first. Fair share and the ranking in `assignment.py` break ties.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ def effective_priority(
     rules: Rules,
     ceiling: int | None = None,
 ) -> int:
-    """The job's own priority, plus its tenant's tier, its urgency and what a near deadline adds.
+    """The sum of the job's priority, its tenant's tier, its urgency and a bonus for a near deadline.
 
-    The tenant's ceiling bounds the sum, the deadline's part included: a near deadline lifts nobody above it. An urgency
-    to which the rules give no points changes nothing.
+    The tenant's ceiling limits the whole sum. An urgency without points in the rules adds nothing.
     """
     own = base + tier + rules.urgency_points.get(urgency, 0)
     raised = own + _deadline_points(deadline_at, now, rules)
@@ -38,13 +36,13 @@ def next_priority_change(
     rules: Rules,
     ceiling: int | None = None,
 ) -> float | None:
-    """The first time after now at which the effective priority differs from now's. None: it stays for ever."""
+    """The first time after now at which the effective priority changes. None: never."""
     if deadline_at is None:
         return None
     current = effective_priority(base, tier, urgency, deadline_at, now, rules, ceiling)
     for step in range(rules.deadline_steps):
         time = _step_at(step, deadline_at, rules)
-        # A bound, or fewer points than steps, can make a step change nothing; no timer need go off for it.
+        # A step may change nothing, because of a limit or because there are fewer points than steps.
         if time > now and (
             effective_priority(base, tier, urgency, deadline_at, time, rules, ceiling) != current
         ):
@@ -60,9 +58,8 @@ def _deadline_points(deadline_at: float | None, now: float, rules: Rules) -> int
 
 
 def _step_at(step: int, deadline_at: float, rules: Rules) -> float:
-    """Step 0 is taken as the window opens and the last one a step's length before the deadline: points that came
-    with the deadline itself would help nobody.
+    """Step 0 is at the start of the window, and the last one is a step's length before the deadline.
 
-    Every comparison with the clock uses this one expression, so a timer set for a step never goes off beside it.
+    Every comparison with the clock uses this expression, so a timer for a step fires exactly at it.
     """
     return deadline_at - rules.deadline_window_s * (rules.deadline_steps - step) / rules.deadline_steps

@@ -1,8 +1,8 @@
-"""Workers that no live class can tell apart share a profile: capabilities are projected on what classes mention.
+"""Worker profiles: capabilities reduced to what live requirement classes mention. Equal workers share a profile.
 
-A key holds what a worker *has* of the vocabulary, never what it lacks. So keys made with different vocabularies may
-meet: whatever one holder of a key was found able to take, every holder is able to take. A key that is out of date can
-delay a job until its worker is projected anew; it cannot grant one. Verdicts themselves are made in `feasibility.py`.
+A key contains what a worker *has* of the vocabulary, never what it lacks. So keys from different vocabularies are
+compatible: what one holder of a key may take, every holder may take. An outdated key can delay a job but never grant
+one. `feasibility.py` makes the decisions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Every name and bound that some live class mentions as a need.
+    """Every name and limit that a live class requires.
 
-    Wishes rank and are not part of it. Nor are tenants: they come and go with every customer, while the few lists of a
-    fleet that name them change by hand, so a key holds those lists whole.
+    Preferences are not part of it. Nor are tenants, which change often: a key contains the whole tenant lists of a
+    worker, which change rarely.
     """
 
     services: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return cls(**{name: frozenset(mentioned) for name, mentioned in words.items()})
 
     def covers(self, requirement_class: RequirementClass) -> bool:
-        """The class mentions nothing new, so profiles stay as they are."""
+        """Whether the class mentions nothing new, so that profiles do not change."""
         return all(
             getattr(self, name).issuperset(mentioned) for name, mentioned in _words(requirement_class).items()
         )
@@ -74,7 +74,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 def _words(requirement_class: RequirementClass) -> dict[str, Iterable[Any]]:
-    """What one class mentions, by field of the vocabulary."""
+    """The words of one class, by field of the vocabulary."""
     needs = requirement_class.requirements
     hardware, location = needs.hardware, needs.location
     return {
@@ -116,7 +116,7 @@ def _bound(value: float) -> tuple[float, ...]:
 
 
 def profile_key(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Vocabulary) -> ProfileKey:
-    """Equal keys: equal verdicts on every class the vocabulary covers."""
+    """Equal keys mean equal decisions on every class that the vocabulary covers."""
     services = {
         _ENCODER.encode(_project_service(service, vocabulary))
         for service in capabilities.services
@@ -127,7 +127,7 @@ def profile_key(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Voc
 
 
 def _project_service(service: Service, vocabulary: Vocabulary) -> tuple[Any, ...]:
-    # None, for a service without a list to match, stands as it is: it passes whatever the vocabulary.
+    # None stays None: a service without a list matches every name.
     models, node_classes = service.models, service.node_classes
     return (
         service.name,
@@ -136,7 +136,7 @@ def _project_service(service: Service, vocabulary: Vocabulary) -> tuple[Any, ...
         None
         if models is None
         else (vocabulary.models & models) | (vocabulary.models & model_aliases(models)),
-        # As with excluded workers: its own signature is the one that is absent.
+        # As for excluded workers: only its own signature is absent.
         vocabulary.refusing_signatures - {service.signature},
     )
 
@@ -146,7 +146,7 @@ def _project(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Vocabu
     gpu = hardware.gpu
     return (
         vocabulary.named_workers & {worker_id},
-        # Whose exclusion this worker need not mind: its own name is the one that is absent.
+        # The exclusions that do not concern this worker: only its own id is absent.
         vocabulary.excluded_workers - {worker_id},
         _project_access(capabilities.tenant_access),
         vocabulary.regions.intersection(_one(_folded(location.region))),
@@ -159,11 +159,11 @@ def _project(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Vocabu
         _highest(bound for bound in vocabulary.gpu_memory_above_gb if gpu.memory_gb > bound),
         _highest(bound for bound in vocabulary.cpu_cores if hardware.cpu.cores >= bound),
         _highest(bound for bound in vocabulary.ram_gb if hardware.memory.total_gb >= bound),
-        # As with exclusion: its own class is the one that is absent.
+        # As for excluded workers: only its own class is absent.
         vocabulary.slow_worker_classes - {capabilities.worker_class},
         *(vocabulary.files & {capabilities.moves_files}),
         *(vocabulary.hubs if capabilities.has_hub else ()),
-        # What few classes mention is left out where none does: keys stay as they were.
+        # Later additions are left out if no class mentions them, so that old keys stay valid.
         *_threads(hardware.cpu.threads, vocabulary),
         *_qualities(capabilities, vocabulary),
     )
@@ -180,14 +180,14 @@ def _qualities(capabilities: Capabilities, vocabulary: Vocabulary) -> tuple[tupl
 
 
 def _project_access(access: TenantAccess) -> tuple[bool, frozenset[TenantId]]:
-    """All that `admits` can see: a strict worker's listed tenants, anybody else's denied ones."""
+    """What `admits` reads: the allowed tenants of a strict worker, the denied ones of any other."""
     if access.isolation == "strict":
         return True, frozenset(access.allowed).difference(access.denied)
     return False, frozenset(access.denied)
 
 
 def _highest(met: Iterable[float]) -> str:
-    """Who meets a bound meets all lower ones, so the highest says it all. Empty: not one is met."""
+    """The highest limit that is met, which implies all lower ones. Empty: none."""
     highest = max(met, default=None)
-    # 8 and 8.0 are one bound and must be one text.
+    # 8 and 8.0 must give one text.
     return "" if highest is None else repr(float(highest))

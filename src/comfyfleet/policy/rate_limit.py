@@ -1,4 +1,4 @@
-"""How often a tenant may submit: turns that come evenly, as many as a minute brings at once after a quiet one."""
+"""The rate limit of submits: a token bucket that refills evenly and holds the tokens of one minute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class TokenBucket(msgspec.Struct, frozen=True, gc=False):
-    """The turns that were left at a time."""
+    """The tokens that were left at a time."""
 
     left: float
     at: float
@@ -18,14 +18,14 @@ class TokenDraw(NamedTuple):
     bucket: TokenBucket
     turns: int
     wait_s: float
-    """How long until there is one, where there was none."""
+    """How long until the next token, if there is none."""
 
 
 def draw(bucket: TokenBucket | None, per_minute: int, wanted: int, now: float) -> TokenDraw:
-    """At most so many as are wanted; a bucket that nobody knows is full."""
+    """Take at most `wanted` tokens. An unknown bucket is full."""
     left = float(per_minute)
     if bucket is not None:
-        # A clock that went back fills nothing.
+        # A clock that goes back adds no tokens.
         left = min(left, bucket.left + max(0.0, now - bucket.at) * per_minute / 60)
         now = max(now, bucket.at)
     turns = min(wanted, int(left))

@@ -1,4 +1,4 @@
-"""What two databases say of one round, and what follows where they differ. Pure: the reconciler carries it out."""
+"""Compares a round in the central store and in the tenant's database. The reconciler repairs the differences."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from comfyfleet.model.ledger import HoldId
 
 class FindingKind(StrEnum):
     UNSENT = "unsent"
-    """Open in the tenant's database and not in the store: it is sent again."""
+    """Open in the tenant's database and missing in the store: the reconciler sends it again."""
     UNSETTLED = "unsettled"
-    """Ended in the store and open in the tenant's database: it is settled."""
+    """Ended in the store and open in the tenant's database: the reconciler settles it."""
     UNCONFIRMED = "unconfirmed"
-    """Ended in both, and the store does not know it yet: it is marked."""
+    """Ended in both, but not marked as settled in the store: the reconciler marks it."""
     OUTLIVED = "outlived"
-    """Ended in the tenant's database and open in the store: it ends there too."""
+    """Ended in the tenant's database and open in the store: the reconciler ends it there."""
     UNKNOWN = "unknown"
-    """Open in the store, and the tenant's database has never heard of it: it ends there, and nothing is charged."""
+    """Open in the store and unknown to the tenant's database: the reconciler ends it without a charge."""
     AHEAD = "ahead"
-    """The store is at a later round than the tenant's database, or has ended one that is not there. The database was
-    set back: somebody has to look."""
+    """The store has a later round, or an ended round that the tenant's database lacks. The database was restored from
+    an older state: an operator must act."""
     OLD_HOLD = "old_hold"
-    """Held for longer than jobs usually live: somebody may want to look."""
+    """The hold is older than jobs usually are: an operator should look."""
     WRONG_LEDGER = "wrong_book"
-    """A book does not add up: somebody has to look."""
+    """A ledger is inconsistent: an operator must act."""
     UNSEEN = "unseen"
-    """The tenant's database could not be asked, so nothing is known: neither that it agrees nor that it does not."""
+    """The tenant's database was not reachable, so nothing could be compared."""
 
     @property
     def mends_itself(self) -> bool:
@@ -50,7 +50,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def judge_open(hold_id: HoldId, dispatch: Dispatch | None) -> FindingKind | None:
-    """Of a round that is open in its tenant's database, and was sent: what the store has under its id."""
+    """Compare a sent, open round of a tenant's database with the dispatch in the store."""
     if dispatch is None or dispatch.round < hold_id.round:
         return FindingKind.UNSENT
     if dispatch.round > hold_id.round:
@@ -59,12 +59,12 @@ def judge_open(hold_id: HoldId, dispatch: Dispatch | None) -> FindingKind | None
 
 
 def judge_dispatch(dispatch: Dispatch, is_known: bool, ended: Phase | None) -> FindingKind | None:
-    """Of a dispatch in the store: whether its tenant's database knows the round, and how that ended there."""
+    """Compare a dispatch with the tenant's database, which may know the round and its end."""
     if dispatch.phase.is_final:
         if dispatch.settled_at is not None:
             return None
         if not is_known:
-            # Whether it is to be paid for, nobody can say any more.
+            # Whether it must be paid is not known any more.
             return FindingKind.AHEAD
         return None if ended is None else FindingKind.UNCONFIRMED
     if not is_known:

@@ -1,7 +1,7 @@
-"""What follows from a failure: try again or not, where, when, and who is charged.
+"""What follows from a failure: whether, where and when to retry, and what is charged.
 
-`TABLE` is the whole of it for what a worker reports; `after_failure` applies it to one dispatch with its limits. The
-block on the pair (worker, workflow hash) that the same failure causes is `failover.py`'s.
+`TABLE` has a rule for each failure kind; `after_failure` applies it to one dispatch with its limits. `failover.py`
+computes the block on the pair (worker, workflow hash).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TABLE: dict[FailureKind, RetryRule] = {
     FailureKind.NODE_ERROR: _MAY_WORK_LATER,
     FailureKind.TRANSIENT: _MAY_WORK_LATER,
     FailureKind.CRASHED: _MAY_WORK_LATER,
-    # Somebody pressed Interrupt: that says nothing about the server, nor about the workflow.
+    # A person pressed Interrupt, which says nothing about the server or the workflow.
     FailureKind.INTERRUPTED: _NOBODYS_FAULT,
     FailureKind.ACCEPT_TIMEOUT: _MAY_WORK_LATER,
     FailureKind.START_TIMEOUT: _MAY_WORK_LATER,
@@ -73,24 +73,24 @@ TABLE: dict[FailureKind, RetryRule] = {
 
 
 def row_of(failure: Failure) -> RetryRule:
-    """An invalid workflow ends the job at once, unless it is only this server that says so. A server that died of the
-    run is charged with it, however it died: a job that may have one attempt gets its second try all the same."""
+    """The rule for a failure. An invalid workflow ends the job at once, unless only this server refuses it. A server's
+    death is charged to the worker, so even a job with one attempt gets a second try."""
     if failure.server_died is not None:
         return _WORKER_IS_GONE
     return _SERVER_REFUSES if is_refusal(failure) else TABLE[failure.kind]
 
 
 class RetryChoice(msgspec.Struct, frozen=True):
-    """What the fleet offers this job after the failure."""
+    """Which workers the job has after the failure."""
 
     others: int
-    """Live workers, beside the one that failed, that may take it now."""
+    """Other live workers that may take the job now."""
     is_blocked_everywhere: bool
-    """Every compatible worker is blocked for its workflow."""
+    """The workflow is blocked on every compatible worker."""
     is_alone: bool = False
-    """No other worker that is there may take it, blocked for it or not."""
+    """No other live worker may take the job, blocked or not."""
     may_accept: int = 0
-    """After a refusal: live workers that could run it and have not refused it, whether or not they are free now."""
+    """After a refusal: live workers that could run the job and have not refused it, free or not."""
 
 
 class RetryDecision(msgspec.Struct, frozen=True):
@@ -103,14 +103,14 @@ class RetryDecision(msgspec.Struct, frozen=True):
     not_before: float | None
     server_deaths: int
     is_poison: bool
-    """Servers die of its workflow: nobody is to run it any more."""
+    """The workflow kills servers, so no worker may run it any more."""
     keep_off_worker: bool
-    """Another worker can run it: not on this one again for a while."""
+    """Another worker can run the job, so this one does not get it for a while."""
     why: str
 
 
 def backoff_s(failures: int, rules: Rules, fraction: float, retry_delay_s: float | None = None) -> float:
-    """Full jitter, capped. A delay the caller chose is taken as it is."""
+    """Exponential backoff with full jitter and a cap. A delay from the caller is used unchanged."""
     if retry_delay_s is not None:
         return retry_delay_s
     return fraction * min(rules.retry_cap_s, rules.retry_base_s * (1 << min(max(failures - 1, 0), 16)))
@@ -131,7 +131,7 @@ def after_failure(
     is_refused = row.block is BlockRule.REFUSAL
     charged = dispatch.charged + (row.charge is Charge.ATTEMPTS)
     worker_faults = dispatch.worker_faults + (row.charge is Charge.WORKER_FAULTS)
-    # A refusal is no failure of the worker: it says nothing about what the workflow does where it runs.
+    # A refusal is not a failure of the worker.
     failed_on = dispatch.failed_on if is_refused else _with(dispatch.failed_on, worker_id)
     expired_on = dispatch.expired_on
     if failure.kind is FailureKind.LEASE_EXPIRED:

@@ -1,7 +1,4 @@
-"""Every number policy uses, in one place: bounds, waits, weights. Settings, not constants of the code.
-
-How long each kind of record is kept, in one place: days from the moment when nothing more happens to it.
-"""
+"""Every number that policy uses: limits, waits and weights, and the retention of each kind of record."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ MAX_PRIORITY = 1000
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much each of the eight dimensions counts in a score."""
+    """The weight of each dimension in a score."""
 
     service: float = 100
     hardware: float = 90
@@ -33,12 +30,12 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # leases
     lease_ttl_s: float = 60.0
     acknowledge_s: float = 10.0
-    """A lease whose first heartbeat does not come in this time goes back uncharged."""
+    """A lease without a first heartbeat in this time is released without a charge."""
     worker_lost_s: float = 60.0
     cancel_grace_s: float = 30.0
-    """After this long a lease whose cancel was not confirmed is revoked."""
+    """A lease is revoked if its worker has not confirmed a cancellation in this time."""
     sweep_s: float = 2.0
-    """The longest a sweep waits where no timer could be set."""
+    """The longest time between sweeps."""
 
     # attempts
     max_attempts: int = 3
@@ -47,7 +44,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retry_base_s: float = 1.0
     retry_cap_s: float = 60.0
     give_up_workers: int = 3
-    """So many different workers failed a job: the workflow is to blame."""
+    """After failures on so many different workers the job fails: the workflow is to blame."""
     accept_timeout_s: float = 30.0
     start_timeout_s: float | None = None
     stall_timeout_s: float | None = None
@@ -56,11 +53,11 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cooldown_s: float = 60.0
     max_failures_before_block: int = 1
     inventory_block_s: float = 3600.0
-    """The longest a worker stays blocked for something it lacked, should its inventory never be seen to change."""
+    """How long a worker stays blocked for a missing item, if its inventory does not change."""
     max_server_deaths: int = 2
-    """So many servers died while they ran a job: its workflow is refused to its tenant until an operator lifts it."""
+    """After so many server deaths a workflow is refused to its tenant until an operator lifts the block."""
     poison_workflows: int = 3
-    """So many workflows of a tenant were refused in this time: nothing more of it is run."""
+    """A tenant with so many refused workflows within `poison_window_s` is paused."""
     poison_window_s: float = 3600.0
     quarantine_blocks: int = 32
     quarantine_s: float = 300.0
@@ -68,56 +65,54 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # matching
     window_lanes: int = 32
     quantum_s: float = 30.0
-    """Tenants whose virtual times differ by less count as equal, so that warmth and the like may choose."""
+    """Tenants whose virtual times differ by less count as equal, so that warmth and score decide."""
     charge_s: float = DEFAULT_CHARGE_S
     affinity_wait_s: float = 3.0
     bigger_card_wait_s: float = 60.0
-    """After out of memory a job asks for a bigger card; so often it is looked whether there still is one."""
+    """After out of memory a job needs a bigger GPU. So often policy checks that there still is one."""
     weights: Weights = Weights()
     round_s: float = 1.0
-    """Parked slots are matched at least this often, should a wake-up be lost."""
+    """The longest time between matching passes, in case a wake-up is lost."""
 
     # priority
     urgency_points: dict[str, int] = msgspec.field(
         default_factory=lambda: {"low": -10, "normal": 0, "high": 10, "critical": 50}
     )
     deadline_window_s: float = 600.0
-    """In this time before its deadline a job's priority rises …"""
+    """So long before its deadline a job's priority starts to rise, by `deadline_points` in `deadline_steps`."""
     deadline_points: int = 100
-    """… to this much above its own, in steps."""
     deadline_steps: int = 10
 
     # watching
     recheck_s: float = 5.0
-    """Whoever waits for a job looks at it at least this often, should nobody have been told of its end."""
+    """A waiting caller reads the job at least this often, in case a notification is lost."""
 
     # dependencies
     max_dependencies: int = 100
     held_look_s: float = 5.0
-    """A job that waits for others is looked at after this long, should nobody have been told of their end …"""
+    """A job that waits for others is checked after this time, in case a notification is lost, then less often."""
     held_look_cap_s: float = 900.0
-    """… and then ever more seldom, down to this."""
+    """The longest time between such checks."""
 
     # jobs that nobody can run
     unrunnable_after: float = 24 * 3600.0
-    """A hub fails a waiting job that no known worker can run for so long; tenants may have a term of their own."""
+    """A waiting job fails if no known worker could run it for so long. Tenants may have their own value."""
 
     # webhooks
     delivery_base_s: float = 5.0
-    """A delivery that failed is tried again after about this long, then three times as long each time …"""
+    """The first retry of a failed delivery. Each further wait is three times as long, up to `delivery_cap_s`."""
     delivery_cap_s: float = 4 * 3600.0
-    """… but never longer than this …"""
     delivery_tries: int = 12
-    """… and so often: about 12 hours, for which the job is kept."""
+    """About 12 hours in total. The job is kept until then."""
 
     # bounds
     max_nodes: int = 10_000
     max_attachment_bytes: int = 256 * 1024 * 1024
     max_inputs: int = 100
-    """Files that a job brings; with what is attached to it they have `max_attachment_bytes` at most."""
+    """Input files of a job. With its attachments they have at most `max_attachment_bytes`."""
     max_waiting: int = 2_000_000
     max_open_bytes: int = 16 * 1024 * 1024 * 1024
-    """What the payloads of all open jobs, waiting or leased, may take together."""
+    """The total payload size of all open jobs."""
     max_metadata_bytes: int = 64 * 1024
     keep_completed_s: float = 24 * 3600.0
     keep_cancelled_s: float = 24 * 3600.0
@@ -125,24 +120,24 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep_delivered_s: float = 24 * 3600.0
     keep_undelivered_s: float = 7 * 24 * 3600.0
     keep_offline_workers_s: float = 7 * 24 * 3600.0
-    """A worker that has been offline for so long is forgotten, with its totals and blocks."""
+    """A worker that is offline for so long is removed with its totals and blocks."""
 
 
 IDLE_HEARTBEAT_S = 15.0
-"""So often an idle agent is heard of, give or take a fifth."""
+"""The interval of an idle agent's heartbeats, plus or minus a fifth."""
 SHORTEST_LOST_S = 2 * IDLE_HEARTBEAT_S
 _POSITIVE = ("lease_ttl_s", "acknowledge_s", "sweep_s", "round_s")
 
 
 def problem_of(rules: Rules) -> tuple[str, str] | None:
-    """A rule that no fleet can live by, and why. What is not a number is none either."""
+    """The first invalid rule and the reason. NaN is not valid either."""
     for name in _POSITIVE:
         if not getattr(rules, name) > 0:
             return name, "must be more than 0 seconds"
     if not rules.worker_lost_s >= SHORTEST_LOST_S:
         return "worker_lost_s", (
-            f"must be at least {SHORTEST_LOST_S:g} seconds: an idle worker is heard of about every "
-            f"{IDLE_HEARTBEAT_S:g}, and with less it would be taken for lost and come back again and again"
+            f"must be at least {SHORTEST_LOST_S:g} seconds: an idle worker sends a heartbeat about every "
+            f"{IDLE_HEARTBEAT_S:g} seconds, and with less it would be lost and register again and again"
         )
     if not rules.unrunnable_after > 0:
         return "unrunnable_after", "must be more than 0 seconds"
@@ -154,28 +149,30 @@ def problem_of(rules: Rules) -> tuple[str, str] | None:
 DAY_S = 86400.0
 
 Days = Annotated[float, Meta(ge=1 / 24)]
-"""An hour at least: what is on its way must find what it is about."""
+"""At least an hour, so that delayed messages still find their record."""
 
 
 class Retention(msgspec.Struct, frozen=True):
+    """How many days each kind of record is kept after its last change."""
+
     completed_days: Days = 1.0
-    """Jobs with everything that is kept with them: payload, result, facts, attempts, reference."""
+    """Jobs with payload, result, facts, attempts and reference."""
     cancelled_days: Days = 1.0
     failed_days: Days = 7.0
-    """The dead letter."""
+    """Failed jobs: the dead letter queue."""
     delivered_days: Days = 1.0
-    """What was sent to webhooks …"""
+    """Sent webhook deliveries."""
     undelivered_days: Days = 7.0
-    """… and what was given up."""
+    """Webhook deliveries that were given up."""
     offline_workers_days: Days = 7.0
     files_days: Days = 7.0
-    """From the moment it was made; a file that an open job brings stays."""
+    """Counted from the creation. An input file of an open job stays."""
     audit_days: Days = 90.0
-    """What operators did …"""
+    """Audit entries of operators."""
     audit_jobs_days: Days = 7.0
-    """… and what callers did to jobs."""
+    """Audit entries of callers about jobs."""
     events_days: Days = 30.0
-    """In tenants' databases: which events of the store were taken in. Settlements say the same, and stay."""
+    """Processed events in tenant databases. The settlements stay."""
 
 
 RULES = {
@@ -186,4 +183,4 @@ RULES = {
     "undelivered_days": "keep_undelivered_s",
     "offline_workers_days": "keep_offline_workers_s",
 }
-"""What the engine's rules call those that they have."""
+"""The rule of the engine for each retention setting."""

@@ -1,11 +1,7 @@
-"""What may become of a tenant: changed, suspended, moved to another pool, deleted.
+"""Changes of a tenant, and which workers a tenant may know by name. Pure: each function returns a value or refuses.
 
-Pure: each answers with the tenant as it is to be, or refuses.
-
-Which workers a tenant may know by name. Of all others it learns how many there are and why they do not take its job.
-
-A worker that is listed for a tenant is that tenant's to know. So is one that holds or held a job of it, since the name
-stands in that job. Everything else about the fleet is the operator's (docs/decisions/0032).
+A tenant knows the workers that list it, and those that hold or held one of its jobs. Of all others it learns only
+their number and their reasons (docs/decisions/0032).
 """
 
 from __future__ import annotations
@@ -47,12 +43,12 @@ def changed(tenant: Tenant, fields: dict[str, Any]) -> Tenant:
 
 
 def judged(tenant: Tenant, number: int) -> Tenant:
-    """Its waiting jobs were judged by the terms of that number."""
+    """The waiting jobs have been checked with the terms of this number."""
     return replace(tenant, judged_number=max(tenant.judged_number, number))
 
 
 def check_terms(tenant: Tenant) -> None:
-    """What cannot be charged, or not be trusted, is not agreed upon."""
+    """Refuse prices that cannot be charged or verified."""
     if tenant.price is None:
         return
     if not isinstance(tenant.price, ServicePrice):
@@ -60,8 +56,8 @@ def check_terms(tenant: Tenant) -> None:
     if tenant.allows_direct and accounting.is_told_by_worker(tenant.price):
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            "a tenant that pays by what a run took or left cannot allow direct workers, which nobody checks: "
-            "choose a flat price or one by service, or leave allows_direct out",
+            "a tenant with a price by usage cannot allow direct workers, because no hub verifies their reports: "
+            "choose a flat price or one by service, or leave out allows_direct",
         )
 
 
@@ -80,13 +76,13 @@ def resumed(tenant: Tenant) -> Tenant:
 
 
 def terms_of(tenant: Tenant) -> TenantTerms:
-    """How the fleet is shared out to it. Of one that is suspended or on its way nothing is leased."""
+    """The terms for fair share. Only jobs of an active tenant are leased."""
     held_until = None if tenant.state is TenantState.ACTIVE else float("inf")
     return TenantTerms(tenant.tenant_id, tenant.weight, tenant.caps.max_running, held_until)
 
 
 def moving(tenant: Tenant, pool: str, now: float) -> Tenant:
-    """On its way to another pool; on its way back, if it is not there yet and its own is named."""
+    """Start a move to another database, or cancel a running move by naming the current one."""
     _check_stays(tenant)
     if tenant.state is TenantState.MOVING:
         if pool == tenant.moving_to:
@@ -94,18 +90,18 @@ def moving(tenant: Tenant, pool: str, now: float) -> Tenant:
         if pool != tenant.pool:
             raise Refusal(
                 RefusalCode.WRONG_PHASE,
-                f"tenant {tenant.tenant_id!r} is on its way to the pool {tenant.moving_to!r}: wait for it, or call it "
-                f"back by naming {tenant.pool!r}",
+                f"tenant {tenant.tenant_id!r} is being moved to the database {tenant.moving_to!r}: wait, or cancel the "
+                f"move by naming {tenant.pool!r}",
             )
         return replace(tenant, moving_to=pool, moving_since=now, moved_from=tenant.moving_to)
     if pool == tenant.pool:
         raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"tenant {tenant.tenant_id!r} lies in the pool {pool!r} already"
+            RefusalCode.INVALID_REQUEST, f"tenant {tenant.tenant_id!r} is already in the database {pool!r}"
         )
     if tenant.moved_from is not None:
         raise Refusal(
             RefusalCode.UNAVAILABLE,
-            f"what tenant {tenant.tenant_id!r} left in the pool {tenant.moved_from!r} is still being erased: "
+            f"the rows of tenant {tenant.tenant_id!r} in the database {tenant.moved_from!r} are still being deleted: "
             "try again in a moment",
             retry_after_s=_RETRY_S,
         )
@@ -115,10 +111,10 @@ def moving(tenant: Tenant, pool: str, now: float) -> Tenant:
 
 
 def arrived(tenant: Tenant, as_begun: Tenant, *, is_copied: bool) -> Tenant:
-    """`as_begun`: as whoever moved it found it. What was called back or done by another since then stays as it is."""
+    """Complete a move. `as_begun` is the tenant at its start: a move that was cancelled or completed is refused."""
     is_same = tenant.state is TenantState.MOVING and tenant.moving_since == as_begun.moving_since
     if not is_same or tenant.moving_to is None:
-        raise Refusal(RefusalCode.WRONG_PHASE, f"tenant {tenant.tenant_id!r} is not on this way any more")
+        raise Refusal(RefusalCode.WRONG_PHASE, f"this move of tenant {tenant.tenant_id!r} is over")
     return replace(
         tenant,
         pool=tenant.moving_to,
@@ -130,7 +126,7 @@ def arrived(tenant: Tenant, as_begun: Tenant, *, is_copied: bool) -> Tenant:
 
 
 def tidied(tenant: Tenant, pool: str) -> Tenant:
-    """Nothing of it is left in that pool."""
+    """The old database has no more rows of the tenant."""
     return replace(tenant, moved_from=None) if tenant.moved_from == pool else tenant
 
 
@@ -138,19 +134,19 @@ def leaving(tenant: Tenant, confirm: str | None) -> Tenant:
     if confirm != tenant.tenant_id:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"with tenant {tenant.tenant_id!r} go its jobs, files, keys and credits, for good: "
-            f"say so with confirm={tenant.tenant_id}",
+            f"this deletes tenant {tenant.tenant_id!r} with its jobs, files, keys and credits for ever: "
+            f"confirm it with confirm={tenant.tenant_id}",
         )
     return replace(tenant, state=TenantState.LEAVING)
 
 
 def check_open(tenant: Tenant) -> None:
-    """Whether its book may be written to now."""
+    """Refuse writes to the ledger of a tenant that is being moved or deleted."""
     _check_stays(tenant)
     if tenant.state is TenantState.MOVING:
         raise Refusal(
             RefusalCode.UNAVAILABLE,
-            f"tenant {tenant.tenant_id!r} is being moved to the pool {tenant.moving_to!r}: try again in a moment",
+            f"tenant {tenant.tenant_id!r} is being moved to the database {tenant.moving_to!r}: try again in a moment",
             retry_after_s=_RETRY_S,
         )
 
@@ -159,7 +155,7 @@ def _check_stays(tenant: Tenant) -> None:
     if tenant.state is TenantState.LEAVING:
         raise Refusal(
             RefusalCode.WRONG_PHASE,
-            f"tenant {tenant.tenant_id!r} is being deleted: nothing of it can be changed",
+            f"tenant {tenant.tenant_id!r} is being deleted and cannot be changed",
         )
 
 
@@ -167,7 +163,7 @@ ANOTHER = WorkerId("another worker")
 
 
 def is_known_to(access: TenantAccess, tenant: TenantId | None) -> bool:
-    """None: an operator, who knows all of them."""
+    """Whether the tenant may know the worker's name. None: an operator, who knows all."""
     return tenant is None or (tenant in access.allowed and tenant not in access.denied)
 
 
@@ -176,12 +172,12 @@ def name_for(worker_id: WorkerId, access: TenantAccess, tenant: TenantId | None)
 
 
 def asker_of(tenant: TenantId) -> TenantId | None:
-    """For whom an answer about a job of this tenant is written. Where nobody set up tenants, it is the operator."""
+    """The reader of an answer about a job of this tenant. Without tenants it is the operator (None)."""
     return None if tenant == DEFAULT_TENANT else tenant
 
 
 def merged(reasons: Iterable[WorkerMismatch]) -> tuple[WorkerMismatch, ...]:
-    """Workers without a name are told together where their reasons are the same."""
+    """Merge workers without a name that have the same reasons."""
     found: dict[tuple[WorkerId, tuple[str, ...]], WorkerMismatch] = {}
     for each in reasons:
         key = (each.worker_id, each.reasons)

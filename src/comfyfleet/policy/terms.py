@@ -1,7 +1,7 @@
-"""What a tenant may ask for: its state, its lists of nodes and models, its caps; and what its jobs need beside that.
+"""The terms of a tenant: its state, its lists of nodes and models, its caps, and requirements for its jobs.
 
-A graph is judged by what it says. Where a cap is set, a value that cannot be told from the graph is refused: unknown
-means no. How many jobs wait and how often somebody submits is counted by others, and judged here.
+A graph is checked by its literal values. If a cap is set, a value that the graph does not show is refused. Others count
+waiting jobs and submits.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from comfyfleet.policy.timers import wake_at
 
 _STRICTNESS: tuple[Isolation, ...] = ("none", "loose", "strict")
 _MEGAPIXEL = 1024 * 1024
-"""As ComfyUI counts them."""
+"""As ComfyUI counts."""
 _REPEATS = frozenset({"RepeatLatentBatch", "RepeatImageBatch"})
 _CONSTANTS = frozenset({"INTConstant", "FloatConstant"})
-"""Nodes that hold a number, beside ComfyUI's own, whose names begin with Primitive."""
+"""Nodes that only hold a number. ComfyUI's own have names that start with Primitive."""
 
 
 def under_terms(submission: Submission, tenant: Tenant) -> Submission:
-    """Judged, and as it is placed. What is kept of it is what was asked for: so a repeat is known again, and a retry is
-    judged by the terms of its own time."""
+    """The checked submission with the terms applied. The job record holds the original, so that repeats are recognised
+    and a retry uses the terms of its own time."""
     check_state(tenant)
     check_kept(submission, tenant)
     return with_terms(submission, tenant)
 
 
 def check_kept(submission: Submission, tenant: Tenant) -> None:
-    """Whether a job keeps to the terms, new or waiting; whether anything new is taken now is not asked."""
+    """Refuse a new or waiting job that violates the terms, whatever the state of the tenant."""
     check_graph(tenant, submission.workflow)
     for variant in submission.variants:
         check_graph(tenant, with_nodes(submission.workflow, variant))
@@ -56,8 +56,8 @@ def keeps_to(submission: Submission, tenant: Tenant) -> bool:
 
 
 def judged_again(cls: RequirementClass, submission: Submission, tenant: Tenant) -> RequirementClass:
-    """The class of a job that waits, as its tenant's terms are now. Whether direct workers may take it was decided with
-    where its payload lies: that can be withdrawn, and not be given later."""
+    """The class of a waiting job under the current terms. Direct workers can be excluded later but not admitted,
+    because the payload's location is fixed."""
     needs = with_terms(submission, tenant).requirements
     changed = msgspec.structs.replace(
         cls.requirements,
@@ -69,7 +69,7 @@ def judged_again(cls: RequirementClass, submission: Submission, tenant: Tenant) 
 
 
 def under_new_terms(dispatch: Dispatch, job: Job, tenant: Tenant, now: float, rules: Rules) -> Change:
-    """Its priority, as tier and ceiling are now."""
+    """The job's priority under the current tier and ceiling."""
     asked, ceiling = job.payload, tenant.caps.max_priority
     own = asked.priority if job.priority is None else job.priority
     base = effective_priority(own, asked.tier + tenant.tier, asked.urgency, None, now, rules, ceiling)
@@ -82,26 +82,26 @@ def under_new_terms(dispatch: Dispatch, job: Job, tenant: Tenant, now: float, ru
 
 
 def check_state(tenant: Tenant) -> None:
-    """Whether anything new of this tenant is taken now."""
+    """Refuse submits of a tenant that is not active."""
     match tenant.state:
         case TenantState.ACTIVE:
             return
         case TenantState.MOVING:
             raise Refusal(
                 RefusalCode.UNAVAILABLE,
-                f"the tenant {tenant.tenant_id!r} is being moved to another pool; try again in a moment",
+                f"the tenant {tenant.tenant_id!r} is being moved to another database; try again in a moment",
                 retry_after_s=5,
             )
         case TenantState.SUSPENDED:
             raise _not_allowed(
-                f"the tenant {tenant.tenant_id!r} is suspended: nothing new is taken until an operator resumes it"
+                f"the tenant {tenant.tenant_id!r} is suspended: it cannot submit jobs until an operator resumes it"
             )
         case TenantState.LEAVING:
-            raise _not_allowed(f"the tenant {tenant.tenant_id!r} is being deleted: nothing new is taken")
+            raise _not_allowed(f"the tenant {tenant.tenant_id!r} is being deleted and cannot submit jobs")
 
 
 def check_graph(tenant: Tenant, graph: dict[str, Any]) -> None:
-    """Whether it may run such a graph: the nodes it has, the models they name, and how much they ask for."""
+    """Refuse a graph whose nodes, models or amounts the tenant may not use."""
     caps = tenant.caps
     if caps.max_nodes is not None and len(graph) > caps.max_nodes:
         raise _too_large(f"the workflow has {len(graph)} nodes", caps.max_nodes)
@@ -124,7 +124,7 @@ def check_region(tenant: Tenant, needs: Requirements) -> None:
 
 
 def check_waiting(tenant: Tenant, waiting: int) -> None:
-    """`waiting`: how many of its jobs are open before the one that wants to come in."""
+    """`waiting` is the number of its open jobs without the new one."""
     most = tenant.caps.max_waiting
     if most is not None and waiting >= most:
         raise Refusal(
@@ -137,7 +137,7 @@ def check_waiting(tenant: Tenant, waiting: int) -> None:
 
 
 def with_terms(submission: Submission, tenant: Tenant) -> Submission:
-    """As it is placed: a job may ask for more than its tenant's terms, never for less."""
+    """The submission with the tenant's minimum requirements."""
     needs = submission.requirements
     return msgspec.structs.replace(
         submission,
@@ -154,9 +154,9 @@ def with_terms(submission: Submission, tenant: Tenant) -> Submission:
 def _location(own: LocationNeed, its: LocationNeed) -> LocationNeed:
     region = own.region or its.region
     if own.region is not None and its.region is not None and own.region.casefold() != its.region.casefold():
-        # Taken before the terms were changed. No worker is in both, and so none gets it.
+        # Submitted before the terms changed. No worker is in both regions, so none gets the job.
         region = f"{own.region} and {its.region}"
-    # Under one spelling each: workers are compared without regard to case.
+    # One spelling each, because workers are compared without regard to case.
     compliance = {entry.casefold(): entry for entry in (*own.compliance, *its.compliance)}
     return LocationNeed(region, tuple(compliance[entry] for entry in sorted(compliance)))
 
@@ -185,7 +185,7 @@ def _check_listed(tenant: Tenant, node_id: str, node: Node, named: str) -> None:
             class_type=kind,
         )
     for model in sorted(files_of(node)[0]):
-        # What is denied is denied in any folder; what is allowed is allowed where the list says.
+        # A denied name is denied in any folder. An allowed name must match with its folder.
         is_denied = _is_like(model, tenant.denied_models) or _is_like(
             model.rpartition("/")[2], tenant.denied_models
         )
@@ -223,7 +223,7 @@ def _check_amounts(caps: TenantCaps, workflow: Workflow, node: Node, named: str)
 def _pictures(workflow: Workflow, node: Node, named: str) -> Iterator[tuple[str, float]]:
     if "width" in node.inputs and "height" in node.inputs:
         width, height = (_number(workflow, node, name, named) for name in ("width", "height"))
-        # Beside a side that is left open (0), the other one is taken for both.
+        # If one side is open (0), the other one counts for both.
         yield f"{width:g} × {height:g}", (abs(width) or abs(height)) * (abs(height) or abs(width))
     if "megapixels" in node.inputs:
         pixels = _number(workflow, node, "megapixels", named) * _MEGAPIXEL
@@ -238,15 +238,15 @@ def _batches(node: Node) -> Iterator[str]:
 
 
 def _number(workflow: Workflow, node: Node, name: str, named: str) -> float:
-    """The number that the input has, or gets from a node that does nothing but hold one."""
+    """The number of an input, literal or from a node that only holds a number."""
     value: Any = node.inputs[name]
     if (link := node.links.get(name)) is not None:
         value = _held_by(workflow.nodes[link.node])
     number = _parsed(value)
     if number is None:
         raise _not_allowed(
-            f"the input {name!r} of {named} is bounded for this tenant and cannot be told from the workflow: "
-            "give it as a number",
+            f"the input {name!r} of {named} has a limit for this tenant, and the workflow does not show its value: "
+            "set it to a number",
             input=name,
         )
     return number
@@ -254,14 +254,14 @@ def _number(workflow: Workflow, node: Node, name: str, named: str) -> float:
 
 def _held_by(node: Node) -> Any:
     if not (node.class_type.startswith("Primitive") or node.class_type in _CONSTANTS):
-        # What other nodes make of their inputs nobody here can tell.
+        # The output of any other node is not known here.
         return None
     numbers = [value for value in node.inputs.values() if _parsed(value) is not None]
     return numbers[0] if len(numbers) == 1 and not node.links else None
 
 
 def _parsed(value: Any) -> float | None:
-    """As a server reads it: text that is a number is one."""
+    """Like a server, accept text that is a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -1,9 +1,7 @@
-"""Everything a dispatch waits for, as one time; and what is due when that time has come.
+"""When a dispatch needs attention (`wake_at`), and what is due then (`review`).
 
-A dispatch carries one `wake_at`. Whatever waits (a delay, a preference, a rising priority, a deadline, the end of its
-total time, a stop that its worker has not confirmed) puts its moment there, and the sweeper comes back with `review`.
-
-Jobs that no known worker can run: when they have waited long enough, and what is said of it.
+A dispatch has one `wake_at`: the earliest of its delay, preference, rising priority, deadline, total timeout and an
+unconfirmed stop. The sweeper calls `review` at that time. Also here: when a job that no known worker can run fails.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from comfyfleet.policy.rules import Rules
 
 class Due(StrEnum):
     NOTHING = "nothing"
-    """Only the dispatch's own place changes, if anything."""
+    """At most the place of the dispatch changes."""
     LEASE_OVER = "lease_over"
     STOP_OVERDUE = "stop_overdue"
     TOTAL_OVER = "total_over"
@@ -36,7 +34,7 @@ class Review(msgspec.Struct, frozen=True):
 
 
 def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
-    """The next moment policy wants to see this dispatch. What a paused job was waiting for goes on waiting."""
+    """The next time at which policy must review this dispatch. The timers of a paused job keep running."""
     moments = [dispatch.expires_at]
     if dispatch.phase is Phase.QUEUED:
         moments += [dispatch.deadline_at, dispatch.relax_at]
@@ -61,13 +59,13 @@ def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
 
 
 def next_look(dispatch: Dispatch, now: float, rules: Rules) -> float:
-    """At a job that waits for others, though somebody should have been told of their end: after half its age."""
+    """The next check of a job that waits for others, in case a notification is lost: after half its age."""
     age_s = max(0.0, now - dispatch.queued_at)
     return now + min(rules.held_look_cap_s, max(rules.held_look_s, age_s / 2))
 
 
 def released(dispatch: Dispatch, now: float, rules: Rules) -> Change:
-    """All that it waited for completed. A preference is waited for from now on."""
+    """All awaited jobs completed. The wait for a preference starts now."""
     standing = dispatch.standing
     if standing is Readiness.DELAYED:
         standing = readiness_at(dispatch.not_before, now)
@@ -77,7 +75,7 @@ def released(dispatch: Dispatch, now: float, rules: Rules) -> Change:
 
 
 def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
-    """What time has brought. The first that ends the job or the lease wins; else the job's place is put right."""
+    """What is due now. The first event that ends the job or the lease wins; otherwise the job's place is updated."""
     if dispatch.phase.is_final:
         return Review(Due.NOTHING)
     if dispatch.expires_at is not None and dispatch.expires_at <= now:
@@ -89,11 +87,11 @@ def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
             return Review(Due.STOP_OVERDUE)
         if dispatch.lease.expires_at <= now:
             return Review(Due.LEASE_OVER)
-        return Review(Due.NOTHING, _only_wake(dispatch, now, rules))
+        return Review(Due.NOTHING, Change(wake_at=wake_at(dispatch, now, rules)))
     if dispatch.deadline_at is not None and dispatch.deadline_at <= now:
         if dispatch.fails_at_deadline:
             return Review(Due.DEADLINE_OVER)
-        # What the deadline added becomes the job's own: late is no reason to fall behind again.
+        # The bonus of the deadline stays: a late job must not fall behind again.
         raised = _priority(dispatch, now, rules)
         flagged = msgspec.structs.replace(dispatch, deadline_at=None, base_priority=raised)
         placed = _placed(flagged, now, rules)
@@ -103,8 +101,7 @@ def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
 
 
 def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:
-    """Back in line after a lease, or paused if that was asked for, with all that time has brought meanwhile: while it
-    ran nobody looked."""
+    """Return to the queue after a lease, or pause if requested. Timers that passed during the run take effect."""
     standing = readiness_at(not_before, now) if dispatch.pause_requested_at is None else Readiness.PAUSED
     waiting = msgspec.structs.replace(
         dispatch, phase=phase, lease=None, standing=standing, not_before=not_before
@@ -118,8 +115,8 @@ def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: fl
 
 
 def asked_to_stop(dispatch: Dispatch, stop: Stop, now: float, rules: Rules) -> Change:
-    """Not a phase: the lease runs on until its holder confirms, or until the grace is over."""
-    # Another word about the same stop does not give its worker more time.
+    """Request a stop. The phase does not change: the lease goes on until the worker confirms or the grace ends."""
+    # A repeated request does not give the worker more time.
     since = dispatch.stop_requested_at or now
     change = Change(
         cancel_requested_at=now if stop is Stop.CANCEL else None,
@@ -139,7 +136,7 @@ def _placed(dispatch: Dispatch, now: float, rules: Rules) -> Change:
     relaxes = dispatch.relax_at is not None and dispatch.relax_at <= now
     class_key = dispatch.class_key
     if relaxes:
-        assert dispatch.relaxed_class is not None, "what relaxes says into which class"
+        assert dispatch.relaxed_class is not None, "relax_at needs a relaxed_class"
         class_key = dispatch.relaxed_class
     standing = dispatch.standing
     if standing is Readiness.DELAYED and not dispatch.is_held and (dispatch.not_before or 0.0) <= now:
@@ -162,36 +159,32 @@ def _placed(dispatch: Dispatch, now: float, rules: Rules) -> Change:
     )
 
 
-def _only_wake(dispatch: Dispatch, now: float, rules: Rules) -> Change:
-    return Change(wake_at=wake_at(dispatch, now, rules))
-
-
 def unrunnable_after(tenant: Tenant | None, rules: Rules) -> float:
-    """Its own term, or else the hub's setting, by which tenants without terms go."""
+    """The tenant's own value, else the hub's setting."""
     own = None if tenant is None else tenant.unrunnable_after
     return rules.unrunnable_after if own is None else own
 
 
 def fails_at(dispatch: Dispatch, since: float, after_s: float) -> float | None:
-    """`since`: when it was first seen that nobody can run its class. None: it does not wait for a worker."""
+    """`since`: when no worker could run its class for the first time. None: the job does not wait for a worker."""
     if dispatch.phase is not Phase.QUEUED or dispatch.is_held or dispatch.standing is Readiness.PAUSED:
         return None
     if dispatch.relaxed_class is not None:
-        # It soon asks for less.
+        # Its requirements relax soon.
         return None
     return max(since, dispatch.queued_at, dispatch.not_before or 0.0) + after_s
 
 
 def failure_of(after_s: float, lacking: str | None) -> Failure:
-    nearest = "none is known" if lacking is None else f"the nearest: {lacking}"
+    nearest = "no worker is known" if lacking is None else f"the nearest: {lacking}"
     return Failure(
         FailureKind.UNRUNNABLE,
-        f"no worker that is here or known could run it for {_spoken(after_s)}; {nearest}. "
+        f"no known worker could run it for {_duration(after_s)}; {nearest}. "
         "Start a worker that can, and retry it",
     )
 
 
-def _spoken(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     for unit, name in ((3600, "h"), (60, "min")):
         if seconds >= unit:
             return f"{seconds / unit:g} {name}"

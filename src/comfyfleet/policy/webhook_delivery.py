@@ -1,7 +1,4 @@
-"""What follows from an attempt to deliver: done, tried again later, or given up; and when too much waits already.
-
-Time and chance are arguments.
-"""
+"""The next state of a webhook delivery after an attempt, and the limit of pending deliveries. Pure."""
 
 from __future__ import annotations
 
@@ -18,21 +15,21 @@ _GROWTH = 3
 
 
 class DeliveryAttempt(msgspec.Struct, frozen=True):
-    """What came of one attempt: the status of an answer, or why there was none."""
+    """The result of one attempt: the HTTP status, or the reason why there was no response."""
 
     status: int | None = None
     error: str | None = None
     retry_after_s: float | None = None
-    """When the receiver asks to be asked again."""
+    """The receiver's `Retry-After`."""
 
 
 def check_pending(pending: int, most: int) -> None:
-    """Whether a job may come in whose facts are to be delivered too."""
+    """Refuse a job with a webhook if too many deliveries are pending."""
     if pending >= most:
         raise Refusal(
             RefusalCode.QUEUE_FULL,
-            f"{pending} deliveries of this tenant wait to be sent, and no job that adds to them is taken: see to the "
-            "receivers (GET /api/deliveries?status=pending), or submit without a webhook",
+            f"{pending} deliveries of this tenant are pending, which is the limit: check the receivers "
+            "(GET /api/deliveries?status=pending), or submit without a webhook",
             pending=pending,
         )
 
@@ -59,8 +56,8 @@ def after_attempt(
 
 
 def wait_s(tries: int, fraction: float, rules: Rules, retry_after_s: float | None = None) -> float:
-    """Three times as long each time, up to the cap; of that, half is left to chance, so that those who failed together
-    do not come back together. A receiver may ask for more time, within the cap."""
+    """Exponential backoff with a cap. Half of the wait is random, so that deliveries that failed together spread. A
+    receiver may ask for more time, within the cap."""
     longest = min(rules.delivery_cap_s, rules.delivery_base_s * math.pow(_GROWTH, min(tries - 1, 30)))
     asked = retry_after_s if retry_after_s is not None and math.isfinite(retry_after_s) else 0.0
     return max(longest * (1 + fraction) / 2, min(asked, rules.delivery_cap_s))
@@ -79,7 +76,7 @@ def given_up(delivery: Delivery, why: str, now: float) -> Delivery:
 
 
 def asked_again(delivery: Delivery, now: float) -> Delivery:
-    """By hand, whatever became of it: at once, and with all its tries."""
+    """A manual retry: at once, with all tries."""
     return msgspec.structs.replace(
         delivery, status=DeliveryStatus.PENDING, tries=0, next_at=now, claimed_until=None, ended_at=None
     )
@@ -89,5 +86,5 @@ def _said(status: int | None) -> str:
     if status is not None and 300 <= status < 400:
         return f"the receiver answered {status}: redirects are not followed, name the right URL"
     if status == _GONE:
-        return "the receiver answered 410: it wants no more of these"
+        return "the receiver answered 410: it accepts no more deliveries"
     return f"the receiver answered {status}; 2xx was expected"
