@@ -1,6 +1,6 @@
 """ComfyFleet: one address for a fleet of ComfyUI servers.
 
-The public names. Each is loaded when it is first used, so that a command that needs none of them starts at once.
+These are the public names. Each is imported at its first use, which keeps the command line fast.
 """
 
 from __future__ import annotations
@@ -50,55 +50,41 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Affinity": "comfyfleet.pool.options",
-    "Attachment": "comfyfleet.model.job",
-    "BlockedWorkflow": "comfyfleet.pool.records",
-    "ComfyFleetError": "comfyfleet.model.errors",
-    "FailoverStrategy": "comfyfleet.policy.failover",
-    "Failure": "comfyfleet.model.failure",
-    "FailureKind": "comfyfleet.model.failure",
-    "Fault": "comfyfleet.model.errors",
-    "FleetClient": "comfyfleet.client.client",
-    "HardwareNeed": "comfyfleet.model.requirement",
-    "InvalidWorkflow": "comfyfleet.model.workflow",
-    "JobCancelled": "comfyfleet.pool.records",
-    "JobFailed": "comfyfleet.pool.records",
-    "JobRecord": "comfyfleet.pool.records",
-    "JobResult": "comfyfleet.model.job",
-    "JobUpdate": "comfyfleet.client.options",
-    "LocationNeed": "comfyfleet.model.requirement",
-    "OutputFile": "comfyfleet.model.job",
-    "PoolEvent": "comfyfleet.pool.events",
-    "PoolStats": "comfyfleet.pool.records",
-    "Preferences": "comfyfleet.model.requirement",
-    "Refusal": "comfyfleet.model.errors",
-    "RefusalCode": "comfyfleet.model.errors",
-    "Requirements": "comfyfleet.model.requirement",
-    "Rules": "comfyfleet.policy.rules",
-    "Server": "comfyfleet.pool.options",
-    "ServerStats": "comfyfleet.pool.records",
-    "ServiceFailed": "comfyfleet.model.failure",
-    "SmartFailover": "comfyfleet.policy.failover",
-    "SyncFleetClient": "comfyfleet.client.sync",
-    "SyncWorkflowPool": "comfyfleet.pool.sync",
-    "WebhookEvent": "comfyfleet.client.webhook_receiver",
-    "Weights": "comfyfleet.policy.rules",
-    "WorkflowPool": "comfyfleet.pool.pool",
-    "attach": "comfyfleet.pool.options",
-    "exact_hash": "comfyfleet.model.workflow",
-    "hash_workflow": "comfyfleet.model.workflow",
-    "verify_webhook": "comfyfleet.client.webhook_receiver",
+_NAMES = {
+    "comfyfleet.client.client": ("FleetClient",),
+    "comfyfleet.client.options": ("JobUpdate",),
+    "comfyfleet.client.sync": ("SyncFleetClient",),
+    "comfyfleet.client.webhook_receiver": ("WebhookEvent", "verify_webhook"),
+    "comfyfleet.model.errors": ("ComfyFleetError", "Fault", "Refusal", "RefusalCode"),
+    "comfyfleet.model.failure": ("Failure", "FailureKind", "ServiceFailed"),
+    "comfyfleet.model.job": ("Attachment", "JobResult", "OutputFile"),
+    "comfyfleet.model.requirement": ("HardwareNeed", "LocationNeed", "Preferences", "Requirements"),
+    "comfyfleet.model.workflow": ("InvalidWorkflow", "exact_hash", "hash_workflow"),
+    "comfyfleet.policy.failover": ("FailoverStrategy", "SmartFailover"),
+    "comfyfleet.policy.rules": ("Rules", "Weights"),
+    "comfyfleet.pool.events": ("PoolEvent",),
+    "comfyfleet.pool.options": ("Affinity", "Server", "attach"),
+    "comfyfleet.pool.pool": ("WorkflowPool",),
+    "comfyfleet.pool.records": (
+        "BlockedWorkflow",
+        "JobCancelled",
+        "JobFailed",
+        "JobRecord",
+        "PoolStats",
+        "ServerStats",
+    ),
+    "comfyfleet.pool.sync": ("SyncWorkflowPool",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 

@@ -1,6 +1,6 @@
-"""Files and folders that only their owner can read, whatever the umask of the process says.
+"""Files and folders that only their owner can read, independent of the umask.
 
-Jobs, results, keys and uploads are on disk as they are. On a machine that others use too, none of it is theirs to read.
+Jobs, results, keys and uploads are on disk in plain form, and the machine may have other users.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ _LOG = logging.getLogger(__name__)
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _BESIDE = ("-wal", "-shm", "-journal", ".lock")
-"""What SQLite and its owner keep beside a database."""
+"""Suffixes of the files beside an SQLite database."""
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file to write. Raises `FileExistsError`."""
+    """Create a new file. Raises `FileExistsError`."""
     return os.fdopen(_open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
 
 def make_folder(path: Path) -> None:
-    """As far as it is not there. One that is there stays as it is."""
+    """Create a folder and its parents. An existing folder does not change."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def make_database(path: Path) -> None:
-    """The file, before SQLite makes it: those that it puts beside it get its rights. What is there is tightened."""
+    """Create the file before SQLite does, because SQLite copies its mode to the files beside it. Tighten old files."""
     try:
         os.close(_open(path, os.O_RDWR | os.O_CREAT))
     except OSError:
-        # Told by SQLite in its own words, with what to do.
+        # SQLite reports the error, with the next step.
         return
     _tighten_database(path)
 
@@ -44,22 +44,21 @@ def _tighten_database(path: Path) -> None:
 
 
 def tighten_databases(folder: Path, application_id: int) -> None:
-    """Those with this mark in their head, with what lies beside them, in a folder that may hold anything else too: that
-    stays as it is."""
+    """Tighten the databases with this application id in a folder. Other files do not change."""
     if os.name != "posix":
         return
     try:
         found = [path for path in folder.iterdir() if _is_open_database(path, application_id)]
     except OSError as error:
-        _LOG.warning("what is in %s could not be looked at: %s", folder, error)
+        _LOG.warning("the folder %s cannot be listed: %s", folder, error)
         return
     for path in found:
         _tighten_database(path)
 
 
 def _is_open_database(path: Path, application_id: int) -> bool:
-    """Ours, and readable by others. One that is in use here is not, and so is never opened past SQLite, which would
-    take its locks away."""
+    """Whether it is our database and readable by others. A database in use here is already private, so this never opens
+    it: closing it again would drop SQLite's locks."""
     try:
         about = path.lstat()
         if not stat.S_ISREG(about.st_mode) or not about.st_mode & _OTHERS or about.st_uid != os.geteuid():
@@ -72,8 +71,8 @@ def _is_open_database(path: Path, application_id: int) -> bool:
 
 
 def tighten(path: Path) -> None:
-    """A file, or a folder and all that is in it. A folder that nobody else can enter is taken to be done: what it holds
-    is tightened first, so that a start that was cut off is made good by the next."""
+    """Tighten a file, or a folder with its content. The content comes first, so a private folder is complete, and an
+    interrupted run is completed by the next."""
     if path.is_symlink():
         return
     if path.is_dir():
@@ -83,7 +82,7 @@ def tighten(path: Path) -> None:
             for each in path.iterdir():
                 tighten(each)
         except OSError as error:
-            _LOG.warning("%s could be read by others: %s", path, error)
+            _LOG.warning("other users may be able to read %s: %s", path, error)
     _tighten_one(path)
 
 
@@ -102,9 +101,9 @@ def _tighten_one(path: Path) -> None:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & _OTHERS:
             path.chmod(mode & ~_OTHERS)
-            _LOG.info("%s could be read by others until now", path)
+            _LOG.info("other users could read %s until now", path)
     except FileNotFoundError:
         return
     except OSError as error:
-        # Somebody else's file: it works as it is, and only its owner can change it.
-        _LOG.warning("%s can be read by others, and that cannot be changed here: %s", path, error)
+        # The file has another owner, who alone can change the mode. It still works.
+        _LOG.warning("other users can read %s, and its mode cannot be changed here: %s", path, error)

@@ -1,6 +1,6 @@
-"""What the work at hand is about (request, trace, job, attempt, worker), for the lines it logs and the calls it makes.
+"""Context of the current work (request, trace, job, attempt, worker) for log lines and outgoing calls.
 
-It follows a task and the tasks that one starts. Nothing is decided by it.
+It follows a task and the tasks that this task starts. No decision depends on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ABOUT: ContextVar[Mapping[str, str]] = ContextVar("about", default=MappingProxy
 
 @contextmanager
 def about(**known: str) -> Iterator[None]:
-    """For as long as it is entered, beside what was known before."""
+    """Add fields within the `with` block."""
     token = _ABOUT.set({**_ABOUT.get(), **known})
     try:
         yield
@@ -33,18 +33,17 @@ def about(**known: str) -> Iterator[None]:
 
 
 def note(**known: str) -> None:
-    """From now on, to the end of the task."""
+    """Add fields until the end of the task."""
     _ABOUT.set({**_ABOUT.get(), **known})
 
 
 def begin(**known: str) -> None:
-    """As `note`, and forgets what was known before: a task that serves one request after the other begins anew."""
+    """Replace all fields, for a task that serves one request after the other."""
     _ABOUT.set(known)
 
 
 def in_background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """A task that outlives whatever starts it, and so is about nothing of it: its lines name no request of somebody who
-    happened to come first."""
+    """Start a task without the current fields, because it outlives the request that starts it."""
     context = copy_context()
     context.run(begin)
     return asyncio.get_running_loop().create_task(work, name=name, context=context)
@@ -53,11 +52,11 @@ def in_background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
 def log_failure(
     logger: logging.Logger, message: str, *arguments: object, error: BaseException | None = None
 ) -> None:
-    """The error, or the one at hand, in work that goes on: a fault of our surroundings (a store that is away) is one
-    line, a defect comes with its traceback."""
+    """Log `error`, or the current exception, of work that continues. A fault of the environment is one line; a bug has
+    its traceback."""
     error = error or sys.exc_info()[1]
     if error is not None and _is_fault(error):
-        logger.warning(f"{message}: %s", *arguments, _said(error))
+        logger.warning(f"{message}: %s", *arguments, _message(error))
     else:
         logger.error(message, *arguments, exc_info=error)
 
@@ -68,19 +67,19 @@ def _is_fault(error: BaseException) -> bool:
     return isinstance(error, Fault)
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
-        return "; ".join(dict.fromkeys(map(_said, error.exceptions)))
+        return "; ".join(dict.fromkeys(map(_message, error.exceptions)))
     return str(error)
 
 
 def traceparent() -> str | None:
-    """To go with calls to others."""
+    """The header for outgoing calls."""
     return _ABOUT.get().get("traceparent")
 
 
 def fields() -> dict[str, str]:
-    """As a line of a log shows it."""
+    """The fields of a log line."""
     known = dict(_ABOUT.get())
     given = known.pop("traceparent", None)
     if given is not None:

@@ -39,13 +39,13 @@ def test_a_pattern_names_the_job_the_node_and_the_number(text: str, path: str) -
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("out/{jobb}{ext}", "there are {job}, {node}"),
-        ("out/{job", "written twice"),
-        ("out/}", "written twice"),
-        ("out/{}{ext}", "there are {job}"),
-        ("out/{job.__class__}", "there are {job}"),
-        ("out/{job!r}", "takes no format"),
-        ("out/{index:999}", "takes no format"),
+        ("out/{jobb}{ext}", "the fields are {job}, {node}"),
+        ("out/{job", "write a literal brace twice"),
+        ("out/}", "write a literal brace twice"),
+        ("out/{}{ext}", "the fields are {job}"),
+        ("out/{job.__class__}", "the fields are {job}"),
+        ("out/{job!r}", "accepts no format"),
+        ("out/{index:999}", "accepts no format"),
         ("out/{job}/../x{ext}", "lead out of its folder"),
     ],
 )

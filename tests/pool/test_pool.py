@@ -377,7 +377,7 @@ async def test_jobs_that_are_lost_with_the_pool_are_counted_in_the_log(
     async with WorkflowPool() as pool:
         for _ in range(2):
             await pool.enqueue(text_to_image())
-    assert "2 job(s) were still waiting or running and are gone with the memory store" in caplog.text
+    assert "2 job(s) were still waiting or running and are lost with the memory store" in caplog.text
     caplog.clear()
     async with fleet() as it:
         await it.pool.run(text_to_image())

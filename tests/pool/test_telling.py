@@ -36,7 +36,7 @@ async def test_an_event_that_cannot_be_told_of_is_an_error_and_the_next_ones_are
         await told.until("job:completed", count=2)
         assert len(told.of("pool:error")) == 2
         assert "output" in told.of("pool:error")[0].message
-    assert "could not be told of" in caplog.text
+    assert "could not be published" in caplog.text
 
 
 async def test_an_output_without_files_is_an_output() -> None:

@@ -1,11 +1,11 @@
-"""The pool's events: their names, their fields, and who hears them.
+"""The pool's events: their names and fields, their creation from the engine's events, and their delivery to handlers.
 
-| event | fields beside `at`, and for a job's event `job_id`, `workflow_hash`, `metadata` |
+| event | fields, in addition to `at`, and for jobs `job_id`, `workflow_hash`, `metadata` |
 |---|---|
-| `pool:ready` | `message`: every server was asked once |
-| `pool:error` | `message`, `error_type`: a handler of yours failed, or something of ours did |
+| `pool:ready` | `message`: the pool has contacted every server once |
+| `pool:error` | `message`, `error_type`: a handler or the pool itself failed |
 | `job:queued` | |
-| `job:waiting` | `message`: no server can take it now, and why; after two seconds, and when the cause changes |
+| `job:waiting` | `message`: why no server can take it now; after two seconds, and when the cause changes |
 | `job:accepted` | `client_id`, `prompt_id` |
 | `job:started` | `client_id`, `prompt_id`: execution began |
 | `job:progress` | `client_id`, `node`, `value`, `max`, `percentage`, `message`, `remaining_s` |
@@ -13,17 +13,13 @@
 | `job:output` | `client_id`, `node`, `output`, `files` |
 | `job:completed` | `client_id`, `result` |
 | `job:failed` | `client_id`, `failure`, `message`, `attempt`, `will_retry`: only `will_retry=False` is final |
-| `job:retrying` | `retry_at`, `message`, `attempt`: the number of the one that ended |
-| `job:cancelled` | `reason`, where one was given |
+| `job:retrying` | `retry_at`, `message`, `attempt`: the number of the ended attempt |
+| `job:cancelled` | `reason`, if given |
 | `client:state` | `client_id`, `state`, `message` |
 | `client:blocked_workflow` | `client_id`, `workflow_hash`, `blocked_until`, `failures`, `reason`, `message` |
 | `client:unblocked_workflow` | `client_id`, `workflow_hash`, `reason`: why it ended |
 
-From the engine's facts and news to the pool's events. One fact may be two events: a failure and its retry.
-
-Who hears what happens, in the pool's words: handlers one after the other, and whoever watches a single job.
-
-What an event looks like is `events.py`'s, who wants it `events.py`'s.
+One fact may become two events: a failure and its retry. Handlers run one after the other.
 """
 
 from __future__ import annotations
@@ -69,7 +65,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class PoolEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event. Which fields are set depends on its name; the module's table has them."""
+    """One event. Its name determines which fields are set: see the table of the module."""
 
     name: str
     at: float
@@ -98,7 +94,7 @@ class PoolEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str | None = None
     error_type: str | None = None
     remaining_s: float | None = None
-    """How long the run will still take. None: nobody can tell yet."""
+    """The estimated rest of the run. None: not known yet."""
 
 
 Handler = Callable[[PoolEvent], object] | Callable[[PoolEvent], Awaitable[object]]
@@ -119,7 +115,7 @@ class _Listener:
 
 
 class Listeners:
-    """Who hears what. Handlers are called in the order of the events; one that fails harms nobody else."""
+    """The registered handlers. They are called in the order of the events. A failing handler does not affect others."""
 
     def __init__(self) -> None:
         self._listeners: list[_Listener] = []
@@ -161,19 +157,19 @@ class Listeners:
                 _LOG.exception("a handler of %s failed", event.name)
                 if event.name != "pool:error":
                     message = f"a handler of {event.name} failed: {error}"
-                    told = PoolEvent("pool:error", at, message=message, error_type=type(error).__name__)
-                    await self.tell(told, at)
+                    report = PoolEvent("pool:error", at, message=message, error_type=type(error).__name__)
+                    await self.tell(report, at)
 
 
 class JobLabel(msgspec.Struct, frozen=True, gc=False):
-    """What every event of a job carries."""
+    """The fields of every event of a job."""
 
     public_id: str
     workflow_hash: str
     metadata: dict[str, Any]
 
 
-_NEWS = {
+_PROGRESS_EVENTS = {
     ProgressKind.ACCEPTED: "job:accepted",
     ProgressKind.STARTED: "job:started",
     ProgressKind.PROGRESS: "job:progress",
@@ -185,7 +181,7 @@ _NEWS = {
 def of_progress(progress: ProgressEvent, label: JobLabel) -> PoolEvent:
     data = progress.data
     return PoolEvent(
-        _NEWS[progress.kind],
+        _PROGRESS_EVENTS[progress.kind],
         progress.at,
         label.public_id,
         label.workflow_hash,
@@ -208,7 +204,7 @@ def of_progress(progress: ProgressEvent, label: JobLabel) -> PoolEvent:
 def of_fact(
     fact: Fact, label: JobLabel, result: JobResult | None = None, failure: Failure | None = None
 ) -> Iterator[PoolEvent]:
-    """`result` and `failure` are what the store keeps of the end; without a failure the fact's own words are told."""
+    """`result` and `failure` come from the store. Without a failure the event has the fact's message."""
     data = fact.data or {}
     base = PoolEvent("", fact.at, label.public_id, label.workflow_hash, label.metadata)
 
@@ -240,7 +236,7 @@ def of_fact(
         case FactKind.CANCELLED:
             yield event("job:cancelled", reason=data.get("reason"))
         case _:
-            # Leases, pauses and priorities are seen in the job's record.
+            # The job's record shows leases, pauses and priorities.
             return
 
 
@@ -277,22 +273,24 @@ def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
 
 
 class EventDispatcher:
+    """Delivers events to handlers and to watchers of single jobs."""
+
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
         self._listeners = Listeners()
-        self._heard = LocalSubscription(lambda _: None)
+        self._events = LocalSubscription(lambda _: None)
         self._labels: dict[JobId, JobLabel] = {}
-        """Of the jobs that handlers heard of and that have not ended."""
+        """The labels of open jobs with published events."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._engine.bus.listen(self.hear)
-        self._task = asyncio.get_running_loop().create_task(self._tell(), name="pool events")
+        self._task = asyncio.get_running_loop().create_task(self._publish(), name="pool events")
 
     async def close(self) -> None:
-        """Returns when everything that was heard is told."""
-        self._heard.close()
+        """Return when all pending events are delivered."""
+        self._events.close()
         if self._task is not None:
             await self._task
 
@@ -301,33 +299,33 @@ class EventDispatcher:
 
     def hear(self, event: Event) -> None:
         if self._listeners:
-            self._heard.offer(event)
+            self._events.offer(event)
 
     async def watch(self, job_id: JobId) -> AsyncGenerator[PoolEvent, None]:
-        """Everything that is kept of the job's past, and what happens to it until it ends."""
+        """The stored events of the job, then all further events until it ends."""
         label = await self._read_label(job_id)
         async with contextlib.aclosing(self._engine.watch(job_id)) as watched:
             async for event in watched:
-                for told in await self._of_job(event, label):
-                    yield told
+                for each in await self._of_job(event, label):
+                    yield each
 
-    async def _tell(self) -> None:
-        async for event in self._heard:
+    async def _publish(self) -> None:
+        async for event in self._events:
             now = self._clock.now()
             try:
                 events = await self._events_of(event)
             except Exception as error:
-                # A connector may report what nobody can read; what comes after it is told all the same.
-                _LOG.exception("an event could not be told of: %r", event)
-                message = f"a {event.kind} event could not be told of: {error}"
+                # A connector may report invalid data. Later events must still be delivered.
+                _LOG.exception("an event could not be published: %r", event)
+                message = f"a {event.kind} event could not be published: {error}"
                 events = (PoolEvent("pool:error", now, message=message, error_type=type(error).__name__),)
-            for told in events:
-                await self._listeners.tell(told, now)
+            for each in events:
+                await self._listeners.tell(each, now)
 
     async def _events_of(self, event: Event) -> Iterable[PoolEvent]:
         if isinstance(event, FleetEvent):
-            told = of_fleet(event)
-            return () if told is None else (told,)
+            of_server = of_fleet(event)
+            return () if of_server is None else (of_server,)
         label = self._labels.get(event.job_id) or await self._read_label(event.job_id)
         if isinstance(event, Fact) and event.kind.is_final:
             self._labels.pop(event.job_id, None)
@@ -348,7 +346,7 @@ class EventDispatcher:
         return list(of_fact(event, label, result, failure))
 
     async def _failure(self, fact: Fact) -> Failure | None:
-        """All that is known of it; a fact has no room for tracebacks."""
+        """The whole failure: a fact has no traceback."""
         number = (fact.data or {}).get("lease")
         for attempt in await self._engine.store.attempts(fact.job_id):
             if attempt.lease_number == number:

@@ -1,7 +1,7 @@
-"""What a pool waits for, said before anybody asks: why a server is not used, and why a job is given to none.
+"""Warnings about servers that are offline and jobs that no server can take.
 
-Each cause is logged once, until it is over, and told to whoever listens to events. Why a job waits is the engine's to
-know; here one job of each kind is looked after.
+Each cause is logged once while it lasts, and published as an event. The engine explains why a job waits; this module
+checks one job of each kind.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from comfyfleet.worker.settings import AgentState, AgentStatus
 _LOG = logging.getLogger(__name__)
 
 _POLL_S = 2.0
-"""A job that no server can take is told of after so long."""
+"""How long a job waits before it is checked."""
 _LOOK_AGAIN_S = 10.0
 _MAX_WATCHED = 100
-"""Kinds of jobs that are looked after. Beyond that the oldest is left to `explain`."""
+"""Kinds of jobs that are checked. Beyond that the oldest is dropped."""
 _NUMBERS = re.compile(r"\d+(\.\d+)?")
 
 Kind = tuple[WorkflowHash, Requirements]
@@ -49,9 +49,9 @@ class Notices:
         self._tell = tell
         self._watched: dict[Kind, _Watched] = {}
         self._logged: set[str] = set()
-        """Causes that were logged, and that a job still waits for."""
+        """Logged causes for which a job still waits."""
         self._offline: dict[str, set[str]] = {}
-        """By server: the causes that were logged since it was last online."""
+        """By server: the causes logged since it was last online."""
         self._is_wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -80,7 +80,7 @@ class Notices:
     def enqueued(
         self, submitted: Submitted, public_id: str, needs: Requirements, metadata: Mapping[str, Any] | None
     ) -> None:
-        """The last one of its kind: those before it are given to a server first."""
+        """Check the last job of its kind, because earlier ones are leased first."""
         kind = (submitted.workflow_hash, needs)
         before = self._watched.pop(kind, None)
         cause = "" if before is None else before.cause
@@ -100,8 +100,8 @@ class Notices:
                 try:
                     await self._look(kind, watched)
                 except Exception as error:
-                    # A store that is away is told of by whoever needs it.
-                    _LOG.debug("job %s could not be looked at: %r", watched.public_id, error)
+                    # A missing store is reported by the calls that need it.
+                    _LOG.debug("job %s could not be checked: %r", watched.public_id, error)
             self._logged &= {watched.cause for watched in self._watched.values()}
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_AGAIN_S):
@@ -118,7 +118,7 @@ class Notices:
             found = await self._engine.explain(watched.job_id)
             if not found.able and not found.able_others:
                 cause = found.summary
-        # How long a block still lasts is no other cause.
+        # The remaining time of a block does not make another cause.
         before, watched.cause = watched.cause, _NUMBERS.sub("#", cause)
         if not cause or watched.cause == before:
             return

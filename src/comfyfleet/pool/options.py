@@ -1,8 +1,6 @@
-"""What a user of the pool may say: servers, affinities, durations, files to attach.
+"""Arguments of the pool: servers, affinities, durations and attachments, and one table of rules that check their types.
 
-What a user of the pool may say, as one table: an argument, when it is right, and what it must be in words.
-
-Only the kind of a value is judged here. Whether the engine takes a job with it is `policy/admission.py`'s.
+`policy/admission.py` decides whether the engine accepts a job with these values.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings
 
 _FAILOVER = ("should_skip", "record_failure", "record_success", "is_blocked")
-# The usual ones come first: asking an abstract class takes long.
+# The usual types come first, because a check against an abstract class is slow.
 _LISTS = (tuple, list, Sequence, Set)
 _TEXTS = (str, bytes)
 
@@ -51,7 +49,7 @@ def _is_duration(value: Any) -> bool:
 
 
 def _each(kind: type) -> Callable[[Any], bool]:
-    """A text is a sequence of texts, and is never meant as one."""
+    """A string is a sequence of strings, but never meant as a list."""
 
     def is_right(value: Any) -> bool:
         is_list = isinstance(value, _LISTS) and not isinstance(value, _TEXTS)
@@ -148,7 +146,7 @@ AFFINITY: Rulebook = {
 
 
 def check(rules: Rulebook, given: Mapping[str, Any]) -> None:
-    """Refuses the first argument that is not what it must be. What there is no rule for is not looked at."""
+    """Refuse the first argument that breaks its rule. Arguments without a rule are not checked."""
     for name, rule in rules.items():
         if not rule.is_right(given[name]):
             raise Refusal(RefusalCode.INVALID_REQUEST, f"{name} must be {rule.words}; {given[name]!r} is not")
@@ -169,33 +167,33 @@ Seconds = float | timedelta
 
 AffinityMode = Literal["require", "prefer"]
 
-# Most jobs have none; they share what says so.
+# Most jobs have no timeouts and share this value.
 _NO_TIMEOUTS = Timeouts()
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server of the pool. Its id is its host and port unless named."""
+    """A server of the pool. The default id is its host and port."""
 
     url: str | None = None
     id: str | None = None
     slots: int = 1
     capabilities: Capabilities | None = None
-    """What cannot be discovered: region, cost, tenants. What is declared wins over what is found."""
+    """Declared capabilities such as region, cost and tenants. They override discovered ones."""
     connector: Connector | None = None
-    """Speaks to the server instead of the ComfyUI connector."""
+    """Replaces the ComfyUI connector."""
     more: tuple[Connector, ...] = ()
-    """Connectors of further services that the same worker offers, one for each."""
+    """Connectors of further services of the same worker."""
     headers: dict[str, str] = {}
     folder: Path | None = None
-    """The server's own folder, where its disk is this machine's: what jobs left there is removed once it is kept
+    """The server's folder, if this machine has access to its disk. Job files there are removed once they are stored
     elsewhere."""
     clears_history: bool = False
     keeps_journal: bool = True
-    """False for a server that ends with this process: there is nothing to go on with at the next start."""
+    """False for a server that ends with this process and so has nothing to resume."""
 
 
 class Affinity(msgspec.Struct, frozen=True):
-    """Which servers a workflow goes to. `require` restricts; `prefer` waits a little for them, then takes any."""
+    """The servers of a workflow. `require` restricts it to them; `prefer` waits a little for them, then takes any."""
 
     workflow_hash: str
     preferred_client_ids: Sequence[str] = ()
@@ -216,7 +214,7 @@ def timeouts(start: Seconds | None, stall: Seconds | None, total: Seconds | None
 
 
 def checked(affinity: Affinity) -> Affinity:
-    """Refuses an affinity that would mean something else than it says."""
+    """Refuse an affinity with wrong types."""
     if not isinstance(affinity, Affinity):
         raise Refusal(RefusalCode.INVALID_REQUEST, f"an affinity is an Affinity; {affinity!r} is not")
     check(AFFINITY, msgspec.structs.asdict(affinity))
@@ -224,7 +222,7 @@ def checked(affinity: Affinity) -> Affinity:
 
 
 def attach(source: str | Path | bytes, node: str, input: str, filename: str | None = None) -> Attachment:  # noqa: A002
-    """A file to upload before the run; the input of that node gets its name on the server."""
+    """A file that is uploaded before the run. The input of this node gets its name on the server."""
     if isinstance(source, bytes):
         return Attachment(filename or f"{node}-{input}.png", source, node, input)
     path = Path(source)
@@ -232,7 +230,7 @@ def attach(source: str | Path | bytes, node: str, input: str, filename: str | No
 
 
 def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """A graph as it is, or from a file: JSON, or a picture that carries it."""
+    """The graph itself, or the graph in a JSON file or a picture."""
     if isinstance(workflow, Mapping):
         return workflow_in(workflow)
     path = Path(workflow)
@@ -248,7 +246,7 @@ def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 def routed(
     needs: Requirements, wishes: Preferences, affinity: Affinity, known: Sequence[str]
 ) -> tuple[Requirements, Preferences]:
-    """An affinity as needs and wishes. One that nobody of the pool meets is a slip, and would wait for ever."""
+    """Add an affinity to requirements and preferences. Refuse one that no server meets: its jobs would never run."""
     preferred = affinity.preferred_client_ids
     workers = tuple(WorkerId(each) for each in preferred)
     if affinity.excluded_client_ids:

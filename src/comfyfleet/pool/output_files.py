@@ -1,4 +1,4 @@
-"""Outputs as files of this machine: every one under a name of its own, and none outside its folder."""
+"""Writes outputs to local files: each under a new name, and never outside its folder."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ import msgspec
 
 from comfyfleet.model.job import OutputFile
 
-# Separators and drives, what some systems take no name with, and what no name should have: it means something to a
-# terminal, or turns the direction of what is read.
+# Characters that some file systems reject, that control a terminal, or that change the direction of text.
 _UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069<>:"|?*]')
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _LONGEST = 200
-"""Bytes of a name; most systems take 255, and a number may follow."""
+"""Bytes of a name. Most systems allow 255, and a number may follow."""
 _SUFFIX = 20
 FIELDS = ("job", "node", "index", "name", "ext")
-"""Of a pattern: the job's id, the node's, the number of the output in its job from 1 on, the name that the server gave
-it, and the end of that name, with its dot."""
+"""Fields of a pattern: job id, node id, number of the output from 1 on, the server's file name and its extension."""
 
 
 def safe_name(filename: str) -> str:
-    """The last part of a server's name for a file: it leads nowhere."""
+    """The last part of a server's file name, without unsafe characters."""
     name = _UNSAFE.sub("_", filename.replace("\\", "/").rpartition("/")[2])
     if not name.strip(". "):
         return "output"
@@ -32,7 +30,7 @@ def safe_name(filename: str) -> str:
 
 
 def _cut(name: str) -> str:
-    """No longer than a system takes; its suffix stays."""
+    """Shorten a long name but keep its extension."""
     if len(name.encode()) <= _LONGEST:
         return name
     suffix = Path(name).suffix
@@ -42,16 +40,16 @@ def _cut(name: str) -> str:
 
 
 class OutputNames(msgspec.Struct, frozen=True):
-    """Where outputs go: a folder, and the names that they get in it; unless said, those that their server gave them."""
+    """The folder and the names of outputs. The default is the server's name."""
 
     folder: Path
     pattern: tuple[str, ...] = ()
-    """A name for each folder below, the file's last."""
+    """The names of the folders below, and of the file."""
 
     @classmethod
     def read(cls, text: str) -> OutputNames:
-        """`out` is a folder, `out/{job}_{node}_{index}{ext}` a pattern from the first part with a field on. Raises
-        `ValueError` in words."""
+        """`out` is a folder; `out/{job}_{node}_{index}{ext}` has a pattern, which starts at the first part with a
+        field. Raises `ValueError`."""
         parts = Path(text).parts
         first = next((number for number, part in enumerate(parts) if "{" in part or "}" in part), None)
         if first is None:
@@ -66,7 +64,7 @@ class OutputNames(msgspec.Struct, frozen=True):
         return cls(Path(*parts[:first]), tuple(pattern))
 
     def path(self, file: OutputFile, job: str, index: int) -> Path:
-        """Every part is a name and no way out, whatever a server called the file, or its node."""
+        """Every part is a safe name, so a server's names cannot lead out of the folder."""
         name = safe_name(file.filename)
         if not self.pattern:
             return self.folder / name
@@ -89,26 +87,26 @@ def _check(part: str) -> None:
     try:
         found = list(string.Formatter().parse(part))
     except ValueError as error:
-        raise ValueError(
-            f"{part!r} is no pattern ({error}); a brace that is meant is written twice"
-        ) from None
+        raise ValueError(f"{part!r} is not a valid pattern ({error}); write a literal brace twice") from None
     if part == "..":
         raise ValueError(
-            "a pattern must not lead out of its folder: '..' stands before the first field, or nowhere"
+            "a pattern must not lead out of its folder: put '..' before the first field, or leave it out"
         )
     for _, name, spec, conversion in found:
         if name is None:
             continue
         if name not in FIELDS:
-            raise ValueError(f"a pattern has no {{{name}}}; there are {known}")
+            raise ValueError(f"a pattern has no field {{{name}}}; the fields are {known}")
         if conversion is not None or (spec and not (name == "index" and re.fullmatch(r"0?\d", spec))):
-            raise ValueError(f"{{{name}}} takes no format, but for a width of {{index}}, as in {{index:03}}")
+            raise ValueError(
+                f"{{{name}}} accepts no format; only {{index}} accepts a width, as in {{index:03}}"
+            )
 
 
 async def write_new(
     place: Path | OutputNames, file: OutputFile, content: bytes, *, job: str = "", index: int = 1
 ) -> Path:
-    """Writes it under its own name or the first free one like it; makes the folder where there is none."""
+    """Write the file under its name or the first free one like it. Create the folder if needed."""
     place = OutputNames(place) if isinstance(place, Path) else place
     return await asyncio.to_thread(_write_new, place.path(file, job, index), content)
 

@@ -1,7 +1,6 @@
 """`WorkflowPool`: a library that drives N ComfyUI servers as one.
 
-It composes an engine on a store with one agent for each server and speaks the words of its users: clients, blocks,
-affinities, events. It decides nothing; the engine and its policy do.
+It combines an engine on a store with one agent for each server. The engine and its policy make all decisions.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ from comfyfleet.worker.settings import AgentSettings, AgentState
 
 _LOG = logging.getLogger(__name__)
 
-# Most jobs have none of these; they share what says so.
+# Most jobs have neither and share these values.
 _NO_NEEDS, _NO_WISHES = Requirements(), Preferences()
 
 
@@ -97,10 +96,10 @@ class WorkflowPool:
         agent: AgentSettings | None = None,
         comfyui: ComfyUISettings | None = None,
     ) -> None:
-        """`store` is a URL, or a store of your own that is not open yet (docs/stores.md).
+        """`store` is a URL, or your own store that is not open yet (docs/stores.md).
 
-        `slots` is how many jobs a server gets at a time unless its `Server` says otherwise. `rules`, `agent` and
-        `comfyui` set what has no argument of its own; an argument of its own wins over them."""
+        `slots` is the default number of jobs that a server gets at a time. `rules`, `agent` and `comfyui` have further
+        settings; the arguments of the pool override them."""
         check(POOL, locals())
         clock = SystemClock()
         changed = msgspec.structs.replace(
@@ -113,7 +112,7 @@ class WorkflowPool:
             affinity_wait_s=seconds(affinity_wait) or 0.0,
         )
         if (problem := problem_of(changed)) is not None:
-            raise Refusal(RefusalCode.INVALID_REQUEST, f"the rule {problem[0]} will not do: it {problem[1]}")
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"the rule {problem[0]} is not valid: it {problem[1]}")
         self._engine = Engine(
             without_a_hub(open_store(store, clock)), rules=changed, clock=clock, strategy=failover
         )
@@ -150,10 +149,10 @@ class WorkflowPool:
         await self.close()
 
     async def start(self) -> None:
-        """Connects to the servers. One that is down does not fail the start: it is waited for in the background."""
+        """Connect to the servers. A server that is down does not fail the start: the pool keeps trying."""
         if self._state != "new":
             raise RuntimeError("a pool is started once; make a new one")
-        # A store that cannot be opened leaves nothing to be closed.
+        # If the store cannot be opened, there is nothing to close.
         self._state = "closed"
         await self._engine.__aenter__()
         self._state = "open"
@@ -172,7 +171,7 @@ class WorkflowPool:
         self._dispatcher.hear(FleetEvent("ready", self._engine.now(), WorkerId(""), {"message": message}))
 
     async def close(self) -> None:
-        """Stops at once: what runs is cancelled on its server. `drain()` first lets it finish."""
+        """Stop at once and cancel running jobs on their servers. Call `drain()` first to let them finish."""
         if self._state != "open":
             self._state = "closed"
             return
@@ -181,7 +180,7 @@ class WorkflowPool:
             stats = await self._engine.stats()
             if left := stats.waiting + stats.delayed + stats.paused + stats.leased:
                 _LOG.warning(
-                    "%d job(s) were still waiting or running and are gone with the memory store", left
+                    "%d job(s) were still waiting or running and are lost with the memory store", left
                 )
         await self._notices.close()
         await self._servers.close()
@@ -190,24 +189,24 @@ class WorkflowPool:
         await self._dispatcher.close()
 
     async def drain(self) -> None:
-        """No server takes anything new; returns when what runs has ended."""
+        """Take no new jobs, and return when the running ones have ended."""
         await self._servers.drain()
 
     # servers
 
     async def add_server(self, server: str | Server) -> str:
-        """Returns the server's id once it was asked for what it has; it takes waiting work by itself."""
+        """Add a server and return its id when the pool has asked it for its inventory."""
         self._must_be_open()
         server_id = await self._servers.add(server)
         await self._servers.first_verdicts()
         return server_id
 
     async def remove_server(self, client_id: str, *, drain: bool = True) -> None:
-        """With `drain` what runs there ends first; without it the jobs go to other servers at once."""
+        """With `drain` the running jobs end first. Without it they go to other servers at once."""
         await self._servers.remove(client_id, drain=drain)
 
     async def refresh(self, client_id: str | None = None) -> None:
-        """Looks anew what the servers have installed."""
+        """Read again what the servers have installed."""
         await self._servers.refresh(client_id)
 
     # jobs
@@ -237,12 +236,12 @@ class WorkflowPool:
         preferences: Preferences | None = None,
         require_workable: bool = False,
     ) -> str:
-        """Takes a job and returns its id at once. The workflow is a graph, or a path to one.
+        """Submit a job and return its id at once. The workflow is a graph, or a path to one.
 
-        `preferred_client_ids` restricts the job to these servers (`affinity_mode="prefer"`: waits a little for them,
-        then takes any); it wins over an affinity of the workflow. `seed: -1` becomes a random seed, reported in the
-        record. `timeout` ends the job after that long from now, wherever it is. Raises `Refusal`: its `code` and
-        message say what to change.
+        `preferred_client_ids` restricts the job to these servers (`affinity_mode="prefer"` waits a little for them,
+        then takes any). It overrides an affinity of the workflow. `seed: -1` becomes a random seed, which the record
+        shows. `timeout` ends the job so long after now, in any state. Raises `Refusal`, whose `code` and message say
+        what to change.
         """
         check(JOB, locals())
         self._must_be_open()
@@ -282,7 +281,7 @@ class WorkflowPool:
         return public_id
 
     async def convert(self, workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-        """The API-format graph of a workflow of the ComfyUI editor, where a server that is online has its nodes."""
+        """Convert an editor workflow to an API-format graph. A server that is online must have its nodes."""
         self._must_be_open()
         return await self._engine.convert(read_workflow(workflow))
 
@@ -291,7 +290,7 @@ class WorkflowPool:
         return await self.wait(await self.enqueue(workflow, **options))
 
     async def wait(self, job_id: str, timeout: Seconds | None = None) -> JobResult:
-        """The job's result. Raises `JobFailed` or `JobCancelled`, and `TimeoutError` when it takes longer."""
+        """The job's result. Raises `JobFailed`, `JobCancelled`, or `TimeoutError` if it takes longer."""
         record = await self.wait_for_record(job_id, timeout)
         if record.status == "failed":
             raise JobFailed(record)
@@ -301,7 +300,7 @@ class WorkflowPool:
         return record.result
 
     async def wait_for_record(self, job_id: str, timeout: Seconds | None = None) -> JobRecord:
-        """The record of the ended job, however it ended."""
+        """The record of the job when it has ended, with any outcome."""
         check(WAIT, locals())
         inner = await self._inner(job_id)
         with self._waiting.for_end_of(inner) as ended, self._engine.following(inner, look=ended.set):
@@ -325,12 +324,12 @@ class WorkflowPool:
         return record_of(await self._engine.get(await self._inner(job_id)))
 
     async def cancel(self, job_id: str, reason: str = "") -> bool:
-        """True: it is cancelled or will be (the record tells). False: it had ended before."""
+        """True: the job is cancelled or will be. False: it had ended before."""
         answer = await self._engine.cancel(await self._inner(job_id), reason)
         return answer.cancel_requested or answer.phase.value == "cancelled"
 
     async def retry(self, job_id: str) -> None:
-        """A failed or cancelled job once more, with fresh attempts."""
+        """Run a failed or cancelled job again, with new attempts."""
         await self._engine.retry(await self._inner(job_id))
 
     async def pause(self, job_id: str) -> None:
@@ -344,32 +343,32 @@ class WorkflowPool:
         await self._engine.set_priority(await self._inner(job_id), priority)
 
     async def explain(self, job_id: str) -> Explanation:
-        """Why is my job not running? For each server one reason, the place in line, an estimate."""
+        """Why is my job not running? One reason for each server, the place in the queue, an estimate."""
         return await self._engine.explain(await self._inner(job_id))
 
     async def events(self, job_id: str) -> AsyncGenerator[PoolEvent, None]:
-        """What is kept of a job's past (no progress, no previews), then all that happens, to its end or the pool's."""
+        """The stored events of a job without progress, then all further ones until the job or the pool ends."""
         async with contextlib.aclosing(self._dispatcher.watch(await self._inner(job_id))) as watched:
             async for event in watched:
                 yield event
 
     async def fetch(self, file: OutputFile, client_id: str | None = None) -> bytes:
-        """The bytes of an output, from the server it lies on."""
+        """Download an output from its server."""
         self._must_be_open()
         return await self._servers.fetch(file, client_id)
 
     async def save(
         self, outputs: OutputFile | JobResult, folder: str | Path, client_id: str | None = None
     ) -> list[Path]:
-        """Downloads an output, or all of a result, into the folder and returns the paths in the same order.
+        """Download an output, or all outputs of a result, into the folder, and return the paths in the same order.
 
-        Nothing is overwritten: where a name is taken the file gets the first free one like it.
+        No file is overwritten: if a name exists, the file gets the first free one like it.
         """
         files = outputs.files if isinstance(outputs, JobResult) else (outputs,)
         return [await write_new(Path(folder), each, await self.fetch(each, client_id)) for each in files]
 
     async def pause_queue(self) -> None:
-        """Nothing new starts on any server; what runs goes on."""
+        """Start no new jobs on any server. Running jobs continue."""
         await self._engine.pause_queue(True)
 
     async def resume_queue(self) -> None:
@@ -378,19 +377,19 @@ class WorkflowPool:
     # routing
 
     def set_affinity(self, affinity: Affinity) -> None:
-        """For jobs enqueued from now on."""
+        """Set the affinity of a workflow for later jobs."""
         self._affinities[checked(affinity).workflow_hash] = affinity
 
     def remove_affinity(self, workflow_hash: str) -> None:
         self._affinities.pop(workflow_hash, None)
 
     async def blocks(self) -> list[BlockedWorkflow]:
-        """Pairs (client, workflow hash) that are blocked, or counting towards it."""
+        """Pairs (client, workflow hash) that are blocked or have counted failures."""
         blocks = await self._engine.blocks()
         return [block_of(block) for block in blocks if not block.names_job]
 
     async def unblock(self, client_id: str, workflow_hash: str) -> bool:
-        """False: there was nothing to lift."""
+        """False: there was no block."""
         return await self._engine.unblock(WorkerId(client_id), workflow_hash)
 
     # looking
@@ -410,8 +409,8 @@ class WorkflowPool:
     def on(
         self, name: EventName | Literal["*"], handler: Handler, where: Mapping[str, Any] | None = None
     ) -> Callable[[], None]:
-        """Calls `handler` for every such event (a plain or an async function), in order. `where` filters by the
-        job's metadata. Returns a function that ends it."""
+        """Call `handler`, a plain or async function, for every such event, in order. `where` filters by the job's
+        metadata. Returns a function that removes the handler."""
         return self._dispatcher.on(name, handler, where)
 
     # inside
@@ -422,7 +421,7 @@ class WorkflowPool:
         self._dispatcher.hear(FleetEvent("state", self._engine.now(), WorkerId(client_id), data))
 
     async def _inner(self, job_id: str) -> JobId:
-        """The engine's id for what the caller calls the job: its own id, or ours."""
+        """The engine's id for the caller's own job id, or for the engine's id itself."""
         self._must_be_open()
         return await self._engine.by_reference(job_id) or JobId(job_id)
 
@@ -430,5 +429,5 @@ class WorkflowPool:
         if self._state != "open":
             hint = "is not started: use it as `async with`, or call start()"
             if self._state == "closed":
-                hint = "is closed: what it knew of jobs and servers is gone with it"
+                hint = "is closed: make a new one"
             raise Refusal(RefusalCode.UNAVAILABLE, f"the pool {hint}")

@@ -1,7 +1,4 @@
-"""What a pool shows of its jobs and servers, in the words its users know: client, running, last error.
-
-Who waits for the end of which job, and for how long: woken by the fact that ends it, or by the end of the pool.
-"""
+"""The pool's view of jobs and servers, and the waiters for the end of a job."""
 
 from __future__ import annotations
 
@@ -38,18 +35,18 @@ class JobRecord(msgspec.Struct, frozen=True):
     status: JobStatus
     priority: int
     attempts: int
-    """Every start counts, whoever was to blame for its end."""
+    """All starts, whatever ended them."""
     client_id: str | None
     prompt_id: str | None
     queued_at: float
     started_at: float | None
     completed_at: float | None
     last_error: Failure | None
-    """Of the last attempt that failed; cleared on success."""
+    """The failure of the last failed attempt. Success clears it."""
     result: JobResult | None
     metadata: dict[str, Any]
     seeds: dict[str, int]
-    """By node id: what every `seed: -1` was resolved to."""
+    """By node id: the random seed for every `seed: -1`."""
     cancel_requested: bool
     history: tuple[Attempt, ...]
     is_paused: bool = False
@@ -71,39 +68,39 @@ class ServerStats(msgspec.Struct, frozen=True):
     url: str | None
     state: str
     reason: str
-    """Why it is in that state, where there is something to say: what an offline server answered."""
+    """Why it is in this state, for example the error of an offline server."""
     slots: int
     running: int
     completed: int
     failed: int
     utilisation: float
-    """The share of its slots' time, since it was added, that was spent on completed runs."""
+    """The share of its slots' time since it was added that completed runs used."""
     disconnects: int
     blocked_workflows: int
     success_rate: float | None
-    """The share of completed attempts among those that ended; None before the first."""
+    """The share of completed attempts among ended ones. None before the first."""
 
 
 class PoolStats(msgspec.Struct, frozen=True):
     queued: int
-    """Waiting for a server, delayed and paused ones included."""
+    """Waiting jobs, including delayed and paused ones."""
     running: int
     completed: int
     failed: int
     cancelled: int
     idle_slots: int
     servers: tuple[ServerStats, ...]
-    """The servers of the pool now. What a removed one ran is in the totals only."""
+    """The current servers. Only the totals include removed ones."""
 
 
 class BlockedWorkflow(msgspec.Struct, frozen=True):
-    """A workflow that a server does not get, or that counts failures towards it."""
+    """A workflow that is blocked on a server, or has counted failures there."""
 
     client_id: str
     workflow_hash: str
     failures: int
     blocked_until: float | None
-    """None: it only counts so far."""
+    """None: not blocked yet."""
     reason: str
 
 
@@ -157,11 +154,13 @@ def record_of(view: JobView) -> JobRecord:
 
 
 def offline_words(client_id: str, reason: str) -> str:
-    """Why a server is not used, wherever it is told: the cause, and what to look at next, stand in the reason."""
+    """Why a server is not used. The reason contains the cause and the next step."""
     return f"{client_id} is offline and is tried again" + (f": {reason}" if reason else "")
 
 
 class JobWaiters:
+    """Wakes the waiters of a job when it or the pool ends."""
+
     def __init__(self) -> None:
         self._waiting: dict[JobId, set[asyncio.Event]] = {}
 
@@ -190,9 +189,9 @@ class JobWaiters:
 
 @asynccontextmanager
 async def within(limit_s: float | None) -> AsyncIterator[None]:
-    """`asyncio.timeout`, for those too who wait while they are being cancelled, to take back what they began.
+    """`asyncio.timeout` that also works in a task that is being cancelled and still cleans up.
 
-    There Python before 3.11.4 lets the cancellation out by which a timeout works, and nobody hears that time is over.
+    There, Python before 3.11.4 raises the timeout's own cancellation in place of `TimeoutError`.
     """
     task = asyncio.current_task()
     assert task is not None, "a coroutine that waits has a task"

@@ -1,16 +1,7 @@
-"""Agents for servers, whatever door they take their jobs from: an engine in this process, or a hub far away.
+"""Agents for servers: `PoolAgents` for any worker API, `PoolServers` for a pool, `StoreWorkers` for a shared store.
 
-Owns the composition: which connectors a worker gets, and one agent for them. What a pool knows of its servers beside
-that is `servers.py`'s.
-
-The servers of a pool by their names: added and removed while everything runs, asked for files and for figures.
-
-The agents behind them are `servers.py`'s.
-
-Servers that work off a store which several processes share: an engine and one agent for each server, no callers.
-
-It is a pool without its front: what waits on the store is taken from there, and whoever submitted it hears of its end
-there. Where the store belongs to one process there is nobody else to submit anything, so that is refused.
+`StoreWorkers` is an engine with one agent for each server and without callers: it runs the jobs that other processes
+submit to the store. A store that belongs to one process is refused there.
 """
 
 from __future__ import annotations
@@ -44,19 +35,19 @@ from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
 
 
 class PoolMember:
-    """A server with what was made for it."""
+    """A server with its connector and agent."""
 
     __slots__ = ("agent", "connector", "server")
 
     def __init__(self, server: Server, connector: Connector, agent: Agent) -> None:
         self.server = server
         self.connector = connector
-        """Its first service; most workers have no other."""
+        """The first service. Most workers have no other."""
         self.agent = agent
 
 
 class PoolAgents:
-    """Added one by one, while others run; ended together. `journals` is the folder for what must outlive a crash."""
+    """Agents that are added one by one and closed together. `journals` is a folder for state that survives a crash."""
 
     def __init__(
         self,
@@ -87,20 +78,21 @@ class PoolAgents:
         return self._members.values()
 
     def journal_of(self, server: Server) -> Journal | None:
-        """None for what ends with this process: there is nothing to go on with."""
+        """None for a server that ends with this process and so has nothing to resume."""
         connectors = [*((server.connector,) if server.connector is not None else ()), *server.more]
-        is_pretended = all(isinstance(connector, SimulatedConnector) for connector in connectors)
-        if self._journals is None or not server.keeps_journal or (server.url is None and is_pretended):
+        is_simulated = all(isinstance(connector, SimulatedConnector) for connector in connectors)
+        if self._journals is None or not server.keeps_journal or (server.url is None and is_simulated):
             return None
         return Journal(self._journals, WorkerId(str(server.id)))
 
     async def add(self, api: WorkerApi, server: Server, journal: Journal | None = None) -> None:
-        """Returns at once; a server, or a hub, that is down is waited for in the background."""
+        """Add a server and return at once. The agent waits in the background for a server or hub that is down."""
         name = server.id
-        assert name is not None, "whoever adds a server has named it"
+        assert name is not None, "the caller sets the id"
         if name in self._members:
             raise Refusal(
-                RefusalCode.INVALID_REQUEST, f"there is a server {name!r} already; give this one an id"
+                RefusalCode.INVALID_REQUEST,
+                f"the server id {name!r} is already in use; give this server another id",
             )
         connector = server.connector or self._comfyui(server)
         agent = Agent(
@@ -143,7 +135,7 @@ class PoolAgents:
         await asyncio.gather(*(member.agent.drain() for member in self._members.values()))
 
     async def drained(self) -> None:
-        """Until each of them was told to drain and has done so."""
+        """Wait until every agent was told to drain and has done so."""
         await asyncio.gather(*(member.agent.drained() for member in self._members.values()))
 
     async def close(self) -> None:
@@ -194,7 +186,7 @@ class PoolServers:
         name = self._name(server)
         declared = server.capabilities
         if not self._engine.store.is_shared:
-            # Nobody else's jobs are here, and the program has named each of its servers: a fake is meant to work too.
+            # All jobs are of this program, which named its servers, so a fake server may work too.
             declared = msgspec.structs.replace(declared or Capabilities(()), works_beside_real=True)
         server = msgspec.structs.replace(server, id=name, capabilities=declared)
         await self._agents.add(self._engine, server)
@@ -229,7 +221,6 @@ class PoolServers:
         await self._agents.drain()
 
     async def drained(self) -> None:
-        """Until each of them was told to drain and has done so."""
         await self._agents.drained()
 
     async def close(self) -> None:
@@ -250,17 +241,18 @@ class PoolServers:
         if is_elsewhere:
             return await self._fetch_elsewhere(file)
         raise Refusal(
-            RefusalCode.NOT_FOUND, f"no server of the pool has {file.filename!r}; say which with client_id"
+            RefusalCode.NOT_FOUND,
+            f"no server of the pool has {file.filename!r}; name the server with client_id",
         )
 
     async def _fetch_elsewhere(self, file: OutputFile) -> bytes:
-        """From a server that another process on the store drives, by the address the file was reported with."""
+        """Fetch from a server of another process on the store, by the URL in the file."""
         base, separator, _ = (file.url or "").rpartition("/view?")
         if not separator:
             raise Refusal(
-                RefusalCode.NOT_FOUND, f"{file.filename!r} lies at {file.url}, which is no ComfyUI's"
+                RefusalCode.NOT_FOUND, f"{file.filename!r} is at {file.url}, which is not a ComfyUI server"
             )
-        # Our own credentials are for our own servers.
+        # The headers with credentials are only for our own servers.
         settings = msgspec.structs.replace(self._comfyui_settings, headers={})
         async with ComfyUI(base, settings) as server:
             return await server.fetch(file)
@@ -307,7 +299,7 @@ class PoolServers:
 
 
 class StoreWorkers:
-    """An async context manager: it returns once every server was asked what it has, and closing stops at once."""
+    """An async context manager. It enters when every server was asked for its inventory, and closing stops at once."""
 
     def __init__(
         self,
@@ -321,18 +313,18 @@ class StoreWorkers:
         journals: Path | None = None,
         encryption: Callable[[Store, Clock], Store] | None = None,
     ) -> None:
-        """`encryption` is put around the store where its jobs are sealed; without, such a store is refused."""
+        """`encryption` wraps a store with encrypted jobs. Without it such a store is refused."""
         clock = SystemClock()
         opened = open_store(store, clock)
-        # Sealed, what a server said may lie in the store itself.
+        # In an encrypted store, error texts of servers may stay in the store.
         opened = without_a_hub(opened) if encryption is None else encryption(opened, clock)
         self._has_keys = encryption is not None
         if not opened.is_shared:
             scheme = urlsplit(store).scheme
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                f"a {scheme}: store belongs to the one process that opens it, so a worker beside it cannot use it: "
-                "share a redis://… or postgresql://… store, or give the servers to that one process",
+                f"a {scheme}: store belongs to the one process that opens it, so another worker process cannot use it: "
+                "use a redis://… or postgresql://… store, or give the servers to that one process",
             )
         self._engine = Engine(opened, rules=rules, clock=clock)
         self._servers = PoolServers(
@@ -365,11 +357,11 @@ class StoreWorkers:
         await self.close()
 
     async def drain(self) -> None:
-        """Nothing new is taken; returns when what runs has ended or, after the grace, was given back."""
+        """Take no new jobs. Return when the running ones have ended or, after the grace, were released."""
         await self._servers.drain()
 
     async def drained(self) -> None:
-        """Returns when every server has been told to drain, by whomever, and has done so."""
+        """Return when every server was told to drain and has done so."""
         await self._servers.drained()
 
     async def close(self) -> None:

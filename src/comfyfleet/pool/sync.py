@@ -1,7 +1,7 @@
-"""The pool for scripts without an event loop: the same methods, each call waits for its answer.
+"""The pool for scripts without an event loop: the same methods, but each call blocks.
 
-The pool itself runs on a loop in a thread of its own, so progress and retries go on while the script does other things.
-Handlers given to `on` are called on that thread.
+The pool runs on an event loop in its own thread, so progress and retries continue while the script does other things.
+Handlers of `on` are called on that thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def _blocking(
     method: Callable[Concatenate[WorkflowPool, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[SyncWorkflowPool, P], T]:
-    """The pool's method with its signature and its words, for callers who can wait."""
+    """The pool's method with its signature and docstring, as a blocking call."""
 
     @functools.wraps(method)
     def call(self: SyncWorkflowPool, /, *args: P.args, **options: P.kwargs) -> T:
@@ -41,7 +41,7 @@ def _blocking(
 def _at_once(
     method: Callable[Concatenate[WorkflowPool, P], T],
 ) -> Callable[Concatenate[SyncWorkflowPool, P], T]:
-    """As above, for what needs no loop and may come before the start."""
+    """As above, for methods that need no loop and may be called before the start."""
 
     @functools.wraps(method)
     def call(self: SyncWorkflowPool, /, *args: P.args, **options: P.kwargs) -> T:
@@ -51,10 +51,7 @@ def _at_once(
 
 
 class SyncWorkflowPool:
-    """A `WorkflowPool` whose methods block. Takes the same arguments.
-
-    The first call starts it; `close()`, or the end of a `with`, ends it.
-    """
+    """A `WorkflowPool` whose methods block. The first call starts it; `close()` or the end of a `with` ends it."""
 
     __signature__ = inspect.signature(WorkflowPool)
 
@@ -77,7 +74,7 @@ class SyncWorkflowPool:
         self.close()
 
     def start(self) -> None:
-        """Connects to the servers, once; the first call of another method does it too."""
+        """Connect to the servers, once. The first call of another method does it too."""
         self._must_not_be_its_own_thread()
         with self._life:
             if self._is_closed:
@@ -96,7 +93,7 @@ class SyncWorkflowPool:
                 raise
 
     def close(self) -> None:
-        """Stops at once: what runs is cancelled on its server. `drain()` first lets it finish."""
+        """Stop at once and cancel running jobs on their servers. Call `drain()` first to let them finish."""
         self._must_not_be_its_own_thread()
         with self._life:
             is_first, self._is_closed = not self._is_closed, True
@@ -113,7 +110,7 @@ class SyncWorkflowPool:
         try:
             await self.pool.close()
         finally:
-            # Other threads may wait for an answer; none may wait for ever.
+            # Other threads may wait for a result; none may wait for ever.
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
@@ -133,7 +130,7 @@ class SyncWorkflowPool:
         if self._thread is threading.current_thread():
             raise RuntimeError(
                 "a handler of a SyncWorkflowPool cannot call it: the call would wait for the thread it runs on. "
-                "Put what you heard into a queue, or make the handler an async function and await `pool.pool`"
+                "Put the event into a queue, or make the handler an async function and await `pool.pool`"
             )
 
     # the pool's methods
@@ -169,7 +166,7 @@ class SyncWorkflowPool:
         return self.wait(self.enqueue(workflow, **options))
 
     def events(self, job_id: str) -> Iterator[PoolEvent]:
-        """What is kept of a job's past (no progress, no previews), then all that happens, to its end or the pool's."""
+        """The stored events of a job without progress, then all further ones until the job or the pool ends."""
         self.start()
         watched = self.pool.events(job_id)
         try:

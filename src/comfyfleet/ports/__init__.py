@@ -1,8 +1,8 @@
-"""The architecture on one page: every seam of the product as a protocol, and no implementation.
+"""The interfaces of the architecture as protocols, without implementations.
 
-Two doors in (`JobApi`, `WorkerApi`), one place to decide (the engine with `policy/`), one door to write
-(`Store`, with `Records` for the tenant's side), facts out (`Bus`). A `Connector` speaks to one kind of
-service; a `Clock` and `RandomSource` are the only sources of time and randomness.
+Callers use `JobApi` and workers use `WorkerApi`. The engine decides with `policy/` and writes to a `Store`, whose
+`Records` hold the tenant's side. A `Bus` publishes facts. A `Connector` drives one kind of service. `Clock` and
+`RandomSource` are the only sources of time and randomness.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts and progress on their way to whoever listens, in this process and between processes."""
+"""Facts and progress on their way to listeners, in this process and between processes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from comfyfleet.model.ids import JobId
 
 
 class PeerChannel(Protocol):
-    """What the processes on one store say to each other. It may lose a message, and nobody hears himself."""
+    """Messages between the processes on one store. It may lose messages, and a process does not get its own."""
 
     def listen(
         self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | ProgressEvent], None]
     ) -> None: ...
-    async def watch(self) -> None: ...  # for a while `hear_run` hears of workers without an engine
+    async def watch(self) -> None: ...  # for a while `hear_run` gets events of direct workers
     async def say(self, message: bytes) -> None: ...
-    async def announce(self, message: bytes) -> None: ...  # for readers of the store's own
+    async def announce(self, message: bytes) -> None: ...  # for clients that read the store directly
     async def keep_progress(self, job_id: JobId, note: RunSnapshot) -> None: ...  # for an hour
-    async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]: ...  # theirs too
+    async def kept_progress(
+        self, job_ids: Sequence[JobId]
+    ) -> list[bytes | None]: ...  # also of direct workers
 
 
 class Subscription(Protocol):
-    """A bounded view of the bus. Facts are never dropped from it; news is, newest wins."""
+    """A bounded queue of events. It never drops facts; of progress it keeps the newest."""
 
     def offer(self, event: Event) -> None:
-        """As if the bus had told of it, to this one alone."""
+        """Deliver an event to this subscription only."""
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
     def close(self) -> None: ...
 
 
 class Bus(Protocol):
-    """News and wake-ups. It may lose a message and holds no state."""
+    """Events and wake-ups. It may lose a message and holds no state."""
 
     def publish(self, event: Event) -> None: ...
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]: ...
     def subscribe(self, job_id: JobId | None = None) -> Subscription: ...
     def close(self) -> None:
-        """Every subscription ends with what it has."""
+        """End every subscription after the events that it already has."""

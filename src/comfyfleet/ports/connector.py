@@ -1,4 +1,4 @@
-"""What an agent needs of a service that runs jobs."""
+"""What an agent needs from a service that runs jobs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from comfyfleet.model.worker import Capabilities, LiveState
 
 
 class Inventory(msgspec.Struct, frozen=True):
-    """What a server really has, as its connector found it."""
+    """What a connector discovered about its server."""
 
     capabilities: Capabilities
     live: LiveState = LiveState()
     boot: str = ""
-    """Changes when the server was started anew."""
+    """Changes when the server restarts."""
     nodes: NodeCatalog | None = None
-    """Of its node classes, where the service has such."""
+    """Its node classes, if the service has any."""
 
 
 class Connector(Protocol):
-    """Speaks to one kind of service. Knows no leases, tenants or hub."""
+    """Drives one kind of service. It knows no leases, tenants or hub."""
 
     service_name: str
 
@@ -35,18 +35,18 @@ class Connector(Protocol):
     async def inventory(self) -> Inventory: ...
     async def check_health(self) -> bool: ...
     async def process_job(self, job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
-        """Runs the attempt to its end. Raises `ServiceFailed` with a classified failure.
+        """Run the attempt to its end. Raises `ServiceFailed` with a classified failure.
 
-        Called again for an attempt that the service has, it goes on with that one: an agent may have been killed.
+        If the service already has the attempt, because an agent was killed, continue with it.
         """
 
     async def cancel_job(self, job: LeasedJob) -> None:
-        """Stops the attempt, waiting or running, and returns once it is over; never touches another's prompt.
+        """Stop the waiting or running attempt and return when it is over. Never touch another prompt.
 
-        Of the job nothing but its attempt need be known."""
+        Only the attempt id of the job must be set."""
 
     async def reconcile(self, job: LeasedJob) -> RunningAttempt:
-        """Did it finish while we were away?"""
+        """The state of the attempt, for an agent that comes back."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Small documents beside the queue: keys, webhooks, deliveries, the audit log."""
+"""The document store: small documents in the same store as the queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Document(msgspec.Struct, frozen=True, gc=False):
-    """One small document of a cabinet, with the number of times it was written."""
+    """One document. `version` counts its writes."""
 
     name: str
     body: bytes
@@ -16,17 +16,16 @@ class Document(msgspec.Struct, frozen=True, gc=False):
 
 
 class DocumentStore(Protocol):
-    """Small documents beside the queue, in the same store: keys, enrolments, deliveries, the audit log. A body has at
-    most 64 KB. What is refused has changed nothing.
+    """Collections of documents: keys, enrolments, deliveries, the audit log. A body has at most 64 KB.
 
-    Names are ordered; those that must be ordered in time are version 7 UUIDs.
+    Names are ordered. Names that must be ordered in time are version 7 UUIDs.
     """
 
     async def get(self, collection: str, name: str) -> Document | None: ...
     async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
-        """False: it is not at that version. 0 means that it must be new, None that anything will do."""
+        """False: the document has another version, and nothing changed. 0: it must be new. None: any version."""
 
     async def remove(self, collection: str, name: str) -> bool: ...
     async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]: ...
     async def collections(self) -> list[str]:
-        """Those that have a document in them."""
+        """The collections that are not empty."""

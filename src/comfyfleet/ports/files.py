@@ -1,4 +1,4 @@
-"""Where files lie, and short-lived grants to them."""
+"""The file store: files of tenants and short-lived grants to them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from comfyfleet.model.ids import TenantId
 
 
 class FileStore(Protocol):
-    """Where files lie, and short-lived grants to them. What a file is for, and who may have it, is the hub's."""
+    """Stores files and grants access to them. The hub decides who may have a file."""
 
     in_use: Callable[[str], Awaitable[bool]]
-    """Set by the hub: a file in use is kept, however old."""
+    """The hub sets it. A file in use is kept, however old it is."""
 
     async def reserve(self, tenant: TenantId, **said: Unpack[FileAnnouncement]) -> FileRecord: ...
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
-        """`tenant`: whose it should be, where that is known. Whether it is, is the hub's to ask."""
+        """`tenant` is the expected owner, if known. The hub checks the real owner."""
 
     async def forget_tenant(self, tenant: TenantId) -> int:
-        """All files of the tenant, in use or not; how many there were. May be repeated."""
+        """Delete all files of the tenant, in use or not, and return their number. Idempotent."""
 
     async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None: ...
     async def derived(self, record: FileRecord, after: str = "", limit: int = 100) -> FilePage: ...
@@ -28,19 +28,19 @@ class FileStore(Protocol):
     async def forget(self, record: FileRecord) -> None: ...
     async def tidy(self) -> None: ...
     def is_old(self, record: FileRecord) -> bool:
-        """Its time is over: no other job may bring it, and it stays for those that do."""
+        """Whether its retention is over: no new job may use it, and it stays for jobs that already do."""
 
     async def complete(self, file_id: str) -> FileRecord:
-        """It is there and is what was said of it, which is looked at here. Asked again, the same answer."""
+        """Check that the upload is complete and matches its announcement. Idempotent."""
 
     async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> FileGrant: ...
     def parts(self, record: FileRecord) -> PartPlan | None:
-        """How it may go up in parts. None: it goes up in one piece."""
+        """The plan of a multipart upload. None: upload it in one piece."""
 
     async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[FileGrant]:
-        """A link for each of these parts, by its number, bound to the SHA-256 of the part."""
+        """A grant for each part number, bound to the SHA-256 of the part."""
 
     async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord: ...
     def arriving(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]: ...
     def read(self, record: FileRecord) -> AsyncGenerator[bytes, None]:
-        """Piece by piece, none larger than a mebibyte or so. `not_found`: it is not here."""
+        """Yield pieces of at most about a mebibyte. Raises `not_found` if the file is not here."""

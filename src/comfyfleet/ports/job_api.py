@@ -1,4 +1,4 @@
-"""What callers may ask of an engine: submit, watch, change and explain jobs."""
+"""The API for callers: submit, watch, change and explain jobs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from comfyfleet.model.job import Submission
 
 
 class JobApi(Protocol):
-    """The callers' door."""
-
     async def submit(self, submission: Submission) -> Submitted: ...
     async def get(self, job_id: JobId) -> JobView: ...
     def watch(self, job_id: JobId, after: int = 0) -> AsyncIterator[Fact | ProgressEvent]: ...

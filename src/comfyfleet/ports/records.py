@@ -1,18 +1,16 @@
-"""The tenant's side of a job: payload and result."""
+"""The job records: payload and result."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from comfyfleet.model.dispatch import (
-    Phase,
-)
+from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 
 
 class Records(Protocol):
-    """The tenant's side: jobs with payload and result. Where it shares the store's database it joins its writes."""
+    """Reads job records. If they share the store's database, the store's writes include them."""
 
     async def get(self, job_id: JobId) -> Job | None: ...
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None: ...
@@ -25,4 +23,4 @@ class Records(Protocol):
         after: JobId | None,
         newest_first: bool = False,
     ) -> list[Job]:
-        """In the order of submission, or against it. `after` is the last job seen on the way, or an id between two."""
+        """Ordered by submission. `after` is the last job of the previous page, or any id between two jobs."""

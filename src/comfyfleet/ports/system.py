@@ -1,4 +1,4 @@
-"""Time and chance, as arguments."""
+"""Time and randomness."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Timer(Protocol):
 
 
 class Clock(Protocol):
-    """`now` is the time of day; somebody may set it, so it jumps and goes back. `monotonic` only passes: for what lasts
-    in this process. A timer is as far away as that time is now; a clock that is set later moves none."""
+    """`now` is the wall clock, which may jump. `monotonic` measures durations in this process. A timer does not move
+    when the wall clock is set later."""
 
     def now(self) -> float: ...
     def monotonic(self) -> float: ...

@@ -1,4 +1,4 @@
-"""What workers may ask of an engine or a hub: register, poll, report, move files."""
+"""The API for workers: register, poll, report, transfer files. An engine or a hub implements it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from comfyfleet.model.calls import (
     Release,
     ReportReply,
 )
-from comfyfleet.model.dispatch import (
-    LeaseRef,
-)
+from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import OutputFile
@@ -30,7 +28,7 @@ from comfyfleet.ports.connector import OutputSource
 
 
 class WorkerApi(Protocol):
-    """The workers' door. A poll that parks is an idle slot."""
+    """A parked poll is an idle slot."""
 
     async def register(self, call: RegisterWorker) -> WorkerRecord: ...
     async def poll(self, call: Poll) -> LeasedJob | None: ...
@@ -40,34 +38,33 @@ class WorkerApi(Protocol):
     async def fail(self, call: FailureReport) -> ReportReply: ...
     async def release(self, call: Release) -> ReportReply: ...
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
-        """Parks until there is something to tell; heartbeats tell the same, only later."""
+        """Wait for commands. Replies to heartbeats carry the same commands, but later."""
 
     async def unregister(self, worker_id: WorkerId, reason: str) -> None: ...
 
 
 @runtime_checkable
 class OutputReceiver(Protocol):
-    """A workers' door that takes in what a run left, so that its caller need not reach the server."""
+    """A worker API that stores outputs, so that callers need not reach the server."""
 
     async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
-        """The name under which it is kept. None: nothing is kept there."""
+        """The file id. None: the hub stores no files."""
 
 
 @runtime_checkable
 class NodeCatalogReceiver(Protocol):
-    """A workers' door that wants to know a server's node classes: to convert workflows of the editor, and to know which
-    graphs the server accepts. One that has been told of equal nodes by another worker need not be told again."""
+    """A worker API that collects node catalogs, to convert editor workflows and to predict which graphs a server
+    accepts. It needs each catalog only once, from any worker."""
 
     async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None: ...
 
 
 @runtime_checkable
 class InputSource(Protocol):
-    """A workers' door that has the files a job brings."""
+    """A worker API that provides the input files of a job."""
 
     def spooling(self) -> Path | None:
-        """Where files may lie on their way. None: where the system has its temporary ones."""
+        """The folder for temporary files. None: the system's default."""
 
     async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
-        """What is kept, as it is, to a path that it is written anew to; whoever asks compares. `not_found`: nothing is
-        kept there (any more)."""
+        """Write the stored file to `path`. The caller verifies its digest. Raises `not_found` if it is gone."""
