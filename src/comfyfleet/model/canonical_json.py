@@ -78,7 +78,7 @@ def _fraction(number: float) -> str:
     return f"{sign}0.{'0' * (-power - 1)}{digits}"
 
 
-def _write(value: Any, write: Callable[[str], None], room: int) -> None:
+def _write(value: Any, write: Callable[[str], None], levels: int) -> None:
     kind = type(value)
     if kind is str:
         write(encode_basestring(value))
@@ -89,15 +89,15 @@ def _write(value: Any, write: Callable[[str], None], room: int) -> None:
     elif kind is bool:
         write("true" if value else "false")
     elif kind is dict:
-        _write_object(value, write, room)
+        _write_object(value, write, levels)
     elif kind is list or kind is tuple:
-        _write_array(value, write, room)
+        _write_array(value, write, levels)
     else:
-        _write_relative(value, write, room)
+        _write_relative(value, write, levels)
 
 
-def _write_object(value: Mapping[Any, Any], write: Callable[[str], None], room: int) -> None:
-    if not room:
+def _write_object(value: Mapping[Any, Any], write: Callable[[str], None], levels: int) -> None:
+    if not levels:
         raise NotCanonicalError("the value is nested too deeply: flatten it")
     if not value:
         write("{}")
@@ -111,13 +111,13 @@ def _write_object(value: Mapping[Any, Any], write: Callable[[str], None], room: 
         if not isinstance(name, str):
             raise NotCanonicalError(f"a key is {type(name).__name__}, not a string: {name!r}")
         write(f"{opening}{encode_basestring(name)}:")
-        _write(value[name], write, room - 1)
+        _write(value[name], write, levels - 1)
         opening = ","
     write("}")
 
 
-def _write_array(value: Any, write: Callable[[str], None], room: int) -> None:
-    if not room:
+def _write_array(value: Any, write: Callable[[str], None], levels: int) -> None:
+    if not levels:
         raise NotCanonicalError("the value is nested too deeply: flatten it")
     if not value:
         write("[]")
@@ -125,20 +125,20 @@ def _write_array(value: Any, write: Callable[[str], None], room: int) -> None:
     opening = "["
     for item in value:
         write(opening)
-        _write(item, write, room - 1)
+        _write(item, write, levels - 1)
         opening = ","
     write("]")
 
 
-def _write_relative(value: Any, write: Callable[[str], None], room: int) -> None:
+def _write_relative(value: Any, write: Callable[[str], None], levels: int) -> None:
     """Write subclasses and read-only views of the plain types. They are rare, so they come last."""
     if isinstance(value, str):
         write(encode_basestring(str.__str__(value)))
     elif isinstance(value, int | float):
         write(canonical_number(value))
     elif isinstance(value, Mapping):
-        _write_object(value, write, room)
+        _write_object(value, write, levels)
     elif isinstance(value, list | tuple):
-        _write_array(value, write, room)
+        _write_array(value, write, levels)
     else:
         raise NotCanonicalError(f"{type(value).__name__} is not a JSON type: {value!r:.80}")

@@ -92,7 +92,7 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 def _normal(cls: RequirementClass) -> RequirementClass:
     """Sort the tuples that are sets: their order must not distinguish classes."""
-    needs, wishes = cls.requirements, cls.preferences
+    needs, preferences = cls.requirements, cls.preferences
     return msgspec.structs.replace(
         cls,
         requirements=msgspec.structs.replace(
@@ -107,5 +107,5 @@ def _normal(cls: RequirementClass) -> RequirementClass:
             slow_worker_classes=tuple(sorted(set(needs.slow_worker_classes))),
             refused_by=tuple(sorted(set(needs.refused_by))),
         ),
-        preferences=msgspec.structs.replace(wishes, models=tuple(sorted(set(wishes.models)))),
+        preferences=msgspec.structs.replace(preferences, models=tuple(sorted(set(preferences.models)))),
     )

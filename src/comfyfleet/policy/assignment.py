@@ -162,14 +162,14 @@ def score(
     `load` is the share of the worker's slots in use, `expected_s` the mean duration of this workflow on its worker
     class. The service dimension only filters.
     """
-    capabilities, wishes = worker.capabilities, cls.preferences
+    capabilities, preferences = worker.capabilities, cls.preferences
     return (
         weights.hardware * _spare_memory(cls, worker)
         + weights.models * _available_models(cls, worker)
         + weights.tenant * _closeness(cls, capabilities)
-        + weights.performance * (_quality(wishes, capabilities) + _speed(capabilities, expected_s)) / 2
-        + weights.location * _region(wishes, capabilities)
-        + weights.cost * _cheapness(wishes, capabilities)
+        + weights.performance * (_quality(preferences, capabilities) + _speed(capabilities, expected_s)) / 2
+        + weights.location * _region(preferences, capabilities)
+        + weights.cost * _cheapness(preferences, capabilities)
         + weights.load * (1.0 - min(1.0, max(0.0, load)))
     )
 
@@ -220,10 +220,10 @@ def _closeness(cls: RequirementClass, capabilities: Capabilities) -> float:
     return 1.0 if cls.tenant in access.allowed else 0.0
 
 
-def _quality(wishes: Preferences, capabilities: Capabilities) -> float:
-    if wishes.quality is None:
+def _quality(preferences: Preferences, capabilities: Capabilities) -> float:
+    if preferences.quality is None:
         return 1.0
-    return 1.0 if wishes.quality in capabilities.performance.quality_levels else 0.0
+    return 1.0 if preferences.quality in capabilities.performance.quality_levels else 0.0
 
 
 def _speed(capabilities: Capabilities, expected_s: float | None) -> float:
@@ -234,14 +234,14 @@ def _speed(capabilities: Capabilities, expected_s: float | None) -> float:
     return speed / (speed + 1.0)
 
 
-def _region(wishes: Preferences, capabilities: Capabilities) -> float:
-    if wishes.region is None:
+def _region(preferences: Preferences, capabilities: Capabilities) -> float:
+    if preferences.region is None:
         return 1.0
     region = capabilities.location.region
-    return 1.0 if region is not None and region.casefold() == wishes.region.casefold() else 0.0
+    return 1.0 if region is not None and region.casefold() == preferences.region.casefold() else 0.0
 
 
-def _cheapness(wishes: Preferences, capabilities: Capabilities) -> float:
+def _cheapness(preferences: Preferences, capabilities: Capabilities) -> float:
     """A lower hourly rate is better. The distance to a preferred tier counts as much."""
     cost = capabilities.cost
     cheap = (
@@ -249,7 +249,7 @@ def _cheapness(wishes: Preferences, capabilities: Capabilities) -> float:
         if cost.rate_per_hour is None
         else HALF_RATE_PER_HOUR / (HALF_RATE_PER_HOUR + max(0.0, cost.rate_per_hour))
     )
-    if wishes.cost_tier is None:
+    if preferences.cost_tier is None:
         return cheap
-    distance = abs(COST_TIERS.index(cost.tier) - COST_TIERS.index(wishes.cost_tier))
+    distance = abs(COST_TIERS.index(cost.tier) - COST_TIERS.index(preferences.cost_tier))
     return (cheap + 1.0 - distance / (len(COST_TIERS) - 1)) / 2

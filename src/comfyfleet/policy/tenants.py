@@ -62,17 +62,19 @@ def check_terms(tenant: Tenant) -> None:
 
 
 def suspended(tenant: Tenant) -> Tenant:
-    _check_stays(tenant)
-    if tenant.state is TenantState.MOVING:
-        return replace(tenant, returns_to=TenantState.SUSPENDED)
-    return replace(tenant, state=TenantState.SUSPENDED)
+    return _in_state(tenant, TenantState.SUSPENDED)
 
 
 def resumed(tenant: Tenant) -> Tenant:
+    return _in_state(tenant, TenantState.ACTIVE)
+
+
+def _in_state(tenant: Tenant, state: TenantState) -> Tenant:
+    """A tenant that is being moved gets the state after the move."""
     _check_stays(tenant)
     if tenant.state is TenantState.MOVING:
-        return replace(tenant, returns_to=TenantState.ACTIVE)
-    return replace(tenant, state=TenantState.ACTIVE)
+        return replace(tenant, returns_to=state)
+    return replace(tenant, state=state)
 
 
 def terms_of(tenant: Tenant) -> TenantTerms:

@@ -210,9 +210,9 @@ def _check_amounts(caps: TenantCaps, workflow: Workflow, node: Node, named: str)
         if not steps <= caps.max_steps:
             raise _too_large(f"{named} asks for {steps:g} steps", caps.max_steps)
     if caps.max_pixels is not None:
-        for said, pixels in _pictures(workflow, node, named):
+        for size, pixels in _pictures(workflow, node, named):
             if not pixels <= caps.max_pixels:
-                raise _too_large(f"{named} asks for {said} pixels", caps.max_pixels)
+                raise _too_large(f"{named} asks for {size} pixels", caps.max_pixels)
     if caps.max_batch is not None:
         for name in _batches(node):
             batch = _number(workflow, node, name, named)

@@ -244,7 +244,7 @@ def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def routed(
-    needs: Requirements, wishes: Preferences, affinity: Affinity, known: Sequence[str]
+    needs: Requirements, preferences: Preferences, affinity: Affinity, known: Sequence[str]
 ) -> tuple[Requirements, Preferences]:
     """Add an affinity to requirements and preferences. Refuse one that no server meets: its jobs would never run."""
     preferred = affinity.preferred_client_ids
@@ -261,5 +261,5 @@ def routed(
             )
         needs = msgspec.structs.replace(needs, workers=workers)
     elif workers:
-        wishes = msgspec.structs.replace(wishes, workers=workers)
-    return needs, wishes
+        preferences = msgspec.structs.replace(preferences, workers=workers)
+    return needs, preferences

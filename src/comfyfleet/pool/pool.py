@@ -67,7 +67,7 @@ from comfyfleet.worker.settings import AgentSettings, AgentState
 _LOG = logging.getLogger(__name__)
 
 # Most jobs have neither and share these values.
-_NO_NEEDS, _NO_WISHES = Requirements(), Preferences()
+_NO_REQUIREMENTS, _NO_PREFERENCES = Requirements(), Preferences()
 
 
 class WorkflowPool:
@@ -249,21 +249,21 @@ class WorkflowPool:
         if is_editor_workflow(graph):
             graph = await self.convert(graph)
         check_outputs(include_outputs, graph)
-        needs, wishes = requirements or _NO_NEEDS, preferences or _NO_WISHES
+        needs, ranking = requirements or _NO_REQUIREMENTS, preferences or _NO_PREFERENCES
         affinity = self._affinities.get(hash_workflow(graph)) if self._affinities else None
         if affinity is not None and not preferred_client_ids:
             excluded_client_ids = (*affinity.excluded_client_ids, *excluded_client_ids)
             preferred_client_ids, affinity_mode = affinity.preferred_client_ids, affinity.mode
         if preferred_client_ids or excluded_client_ids:
             wanted = Affinity("", preferred_client_ids, excluded_client_ids, affinity_mode)
-            needs, wishes = routed(needs, wishes, wanted, self._servers.names())
+            needs, ranking = routed(needs, ranking, wanted, self._servers.names())
         submission = Submission(
             graph,
             reference=job_id,
             priority=priority,
             urgency=urgency,
             requirements=needs,
-            preferences=wishes,
+            preferences=ranking,
             metadata=dict(metadata) if metadata else None,
             max_attempts=max_attempts,
             retry_delay_s=seconds(retry_delay),
