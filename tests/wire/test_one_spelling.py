@@ -84,7 +84,7 @@ def test_every_moment_that_is_answered_is_seconds_since_1970() -> None:
         "EnrolmentView",
     ):
         assert "created_at" in SCHEMAS[name]["properties"], name
-    assert "created_at" in SCHEMAS["EnrolmentMade"]["properties"]
+    assert "created_at" in SCHEMAS["CreatedEnrolment"]["properties"]
 
 
 def test_every_list_is_paged_by_cursor_and_limit() -> None:
