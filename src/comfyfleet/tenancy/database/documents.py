@@ -76,7 +76,7 @@ def _put(tenant: TenantId, collection: str, name: str, body: bytes, version: int
             "UPDATE @documents SET version = version + 1, body = :body "
             f"WHERE {_ITS} AND version = :version RETURNING version"
         )
-    values: dict[str, object] = {"tenant": tenant, "drawer": collection, "name": name, "body": body}
+    values: dict[str, object] = {"tenant": tenant, "collection": collection, "name": name, "body": body}
     if version:
         values["version"] = version
     yield from check_open(tenant)
