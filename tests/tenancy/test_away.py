@@ -141,7 +141,7 @@ async def test_a_database_that_does_not_answer_is_given_up_and_others_wait_for_i
     fleet: Fleet, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comfyfleet.tenancy.database.registry.ANSWER_S", 1.0)
-    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._POLL_S", 0.5)
+    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._LEASE_TIMEOUT_S", 0.5)
     await fleet.submit(ACME, priority=10)
     with server.stopped():
         async with asyncio.timeout(AT_ONCE_S * 2):

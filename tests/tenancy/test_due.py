@@ -115,7 +115,7 @@ async def test_a_database_that_does_not_answer_holds_up_nobody_elses_timers(
 async def test_a_lease_that_waits_for_its_tenants_database_holds_up_nobody_elses_round(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._POLL_S", 60.0)
+    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._LEASE_TIMEOUT_S", 60.0)
     answers = asyncio.Event()
 
     async def is_slow(work: Work) -> Any:

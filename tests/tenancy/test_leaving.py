@@ -176,7 +176,7 @@ async def test_open_jobs_are_waited_for_and_what_cannot_end_now_is_gone_on_with_
     driver = await site.settle()
     hold = await driver.submit(1)
     await site.tenants.change(ACME, going)
-    with pytest.raises(Fault, match="gone on with later"):
+    with pytest.raises(Fault, match="the hub deletes the tenant later"):
         await site.leave()
     assert await driver.is_open(hold.hold_id), "nothing is erased while a job goes on"
     await driver.end(hold, Phase.CANCELLED)

@@ -319,7 +319,7 @@ async def test_a_book_that_is_wrong_is_not_moved(tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / "first.db") as spoiled:
             spoiled.execute("UPDATE accounts SET balance = balance + 1 WHERE tenant = 'acme'")
         await here.begin()
-        with pytest.raises(Exception, match="its book is wrong"):
+        with pytest.raises(Exception, match="its ledger is wrong"):
             await here.go_on()
         tenant = await here.tenants.newest(ACME)
         assert tenant is not None and tenant.pool == "first"
@@ -371,7 +371,7 @@ async def test_of_two_that_move_the_same_tenant_the_older_changes_nothing(tmp_pa
         assert not await target.take_rows(ACME, older.fence, "jobs", [])
         assert not await target.unfreeze_account(ACME, older.fence)
         assert await target.erase(ACME, older.fence, 9) is None
-        with pytest.raises(Exception, match="another hub has taken up"):
+        with pytest.raises(Exception, match="another hub has taken over"):
             await here.relocation.move(tenant, older)
         await here.relocation.move(tenant, newer)
         with pytest.raises(Refusal) as refused:
@@ -475,7 +475,7 @@ async def test_a_result_is_not_left_where_its_tenant_lived(
 
     with monkeypatch.context() as patched:
         patched.setattr(there.tenant_services.homes, "of", lived)
-        with pytest.raises(Fault, match="has just moved to pool 'second'"):
+        with pytest.raises(Fault, match="has just moved to database 'second'"):
             await there.complete(leased)
     await there.complete(leased)
     view = await here.engine.get(job_id)

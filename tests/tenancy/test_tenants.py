@@ -126,7 +126,7 @@ async def test_a_pool_that_nobody_needs_is_not_made(
 
 async def test_a_pool_that_is_not_set_up_is_named(clock: ManualClock) -> None:
     pools = TenantDatabases({"first": "sqlite:///x.db"}, clock, open_tenant_database)
-    with pytest.raises(Refusal, match="there is no pool 'second' here"):
+    with pytest.raises(Refusal, match="there is no tenant database 'second' here"):
         pools.check("second")
     with pytest.raises(Fault, match="second"):
         await pools.get("second")

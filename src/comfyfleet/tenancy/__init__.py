@@ -1,1 +1,1 @@
-"""Tenants, the keys that name them, and the databases that are theirs."""
+"""Tenants, API keys, webhooks and tenant databases."""

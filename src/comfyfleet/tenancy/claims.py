@@ -1,7 +1,7 @@
-"""Who sees to a tenant that is on its way: one hub at a time, for as long as it says that it does.
+"""Claims: one hub at a time works on a tenant that is being moved, deleted or reconciled.
 
-A claim is a document with a number that grows each time somebody takes it up. The number is the fence in tenants'
-databases, so one whose time was over without its noticing changes nothing there any more.
+A claim is a document with a time limit and a number that grows with each new owner. Tenant databases use the
+number as a fencing token, so a hub whose claim has expired cannot write there any more.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Claim:
         self.fence = fence
 
     async def say(self, waits_for: str) -> None:
-        """What is being done, for whoever waits for it; and kept with that."""
+        """Renews the claim and publishes the current step."""
         self._waits_for = waits_for
         self._renew_at = float("-inf")
         await self.keep()
 
     async def keep(self) -> None:
-        """Said again and again by whoever has it. Raises `Fault` if another has taken it up."""
+        """Renews the claim when that is due. Raises `Fault` if another hub has taken it."""
         if self._clock.monotonic() >= self._renew_at:
             await self._put(self._clock.now() + CLAIM_S)
             self._renew_at = self._clock.monotonic() + CLAIM_S / 3
@@ -51,7 +51,7 @@ class Claim:
         await self._put(0.0)
 
     async def rest(self, seconds: float) -> None:
-        """It is done, and nobody need do it again for so long."""
+        """Marks the work as done: no hub claims it for this long."""
         await self._put(self._clock.now() + seconds)
 
     async def _put(self, until: float) -> None:
@@ -62,12 +62,12 @@ class Claim:
 
 
 async def claim(documents: DocumentStore, clock: Clock, tenant: TenantId) -> Claim | None:
-    """None: another has it."""
+    """None: another hub has the claim."""
     document, now = await documents.get(COLLECTION, tenant), clock.now()
     known = None if document is None else msgspec.json.decode(document.body, type=_Claim)
     if known is not None and now < known.until:
         return None
-    # With the time: a tenant of the same name, set up after this document was removed, comes with a newer one too.
+    # The fence includes the time, so it also grows if this document was removed and the tenant created again.
     fence = max(int(now * 1000), 0 if known is None else known.fence + 1)
     version = 0 if document is None else document.version
     body = msgspec.json.encode(_Claim(fence, now + CLAIM_S))
@@ -77,11 +77,10 @@ async def claim(documents: DocumentStore, clock: Clock, tenant: TenantId) -> Cla
 
 
 async def waits_for(documents: DocumentStore, tenant: TenantId) -> str | None:
-    """What whoever sees to it has said last."""
+    """The last step that the owner of the claim published."""
     document = await documents.get(COLLECTION, tenant)
-    known = None if document is None else msgspec.json.decode(document.body, type=_Claim)
-    return None if known is None or not known.waits_for else known.waits_for
+    return None if document is None else msgspec.json.decode(document.body, type=_Claim).waits_for or None
 
 
 def lost(tenant: TenantId) -> Fault:
-    return Fault(f"another hub has taken up tenant {tenant!r}; this one leaves it alone")
+    return Fault(f"another hub has taken over tenant {tenant!r}; this hub stops working on it")

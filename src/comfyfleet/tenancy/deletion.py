@@ -1,12 +1,7 @@
-"""A tenant is deleted with everything of its own: keys, jobs, blocks, files, webhooks, keys of payloads, rows.
+"""Deletes tenants with everything they own, and old jobs and events in tenant databases.
 
-Every step may be repeated, and finds what is left to do; only then the tenant itself is forgotten. What the central
-store has of its jobs (no payload, no result) goes when jobs of that age go.
-
-What is old in tenants' databases: jobs with payload and result, and the events that were taken in.
-
-A job goes there when the store has none of it any more, so whoever finds it in one place finds it in the other. The
-book of credits stays: holds, settlements, postings, and what each round took.
+Every deletion step may be repeated; the tenant's own document goes last. The central store keeps the job
+stubs (no payload, no result) until their retention ends. Retention never deletes ledger entries.
 """
 
 from __future__ import annotations
@@ -29,16 +24,19 @@ from comfyfleet.tenancy.tenants import REMEMBER_S, TenantDirectory
 from comfyfleet.tenancy.webhook_outbox import WebhookOutbox
 from comfyfleet.tenancy.webhooks import Webhooks
 
+_LOG = logging.getLogger(__name__)
 _DELETION_PAGE = 200
 _POLL_S = 0.5
-_LOOKS = 120
-"""Then others get their turn, and it goes on later."""
-_OVER = (RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE)
+_MAX_POLLS = 120
+"""After that, other tenants get their turn."""
+_RETENTION_PAGE = 500
+_MAX_PAGES = 20
+"""For each database and kind in one run."""
+_ALREADY_ENDED = (RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE)
 
 
 class TenantResources:
-    """What has to be asked of others: to end a key's connections, to cancel a job, to erase files, to make payloads
-    unreadable for good."""
+    """Functions that end connections, cancel jobs, erase files and destroy payload keys."""
 
     def __init__(
         self,
@@ -70,24 +68,24 @@ class TenantDeletion:
         self._keys = keys
         self._webhooks = webhooks
         self._deliveries = deliveries
-        self._its = resources
+        self._resources = resources
         self._sleep = sleep
 
     async def leave(self, tenant: Tenant, claim: Claim) -> None:
-        """Until nothing is left but its name. Raises `Fault` where it has to be gone on with later."""
+        """Deletes everything but the tenant's document. Raises `Fault` if it has to continue later."""
         tenant_id = tenant.tenant_id
         await self._revoke(tenant_id, claim)
-        # Until every hub knows that nothing is taken for it any more.
+        # Wait until every hub knows that the tenant submits no more jobs.
         await self._sleep(REMEMBER_S)
         await self._end_jobs(tenant, claim)
-        # Most end by themselves; a refused workflow would be refused to a tenant of the same name, too.
-        its_blocks = [block.pair for block in await self._central.blocks() if block.tenant == tenant_id]
-        await self._central.lift(its_blocks)
-        if self._its.erase_files is not None:
-            await self._its.erase_files(tenant_id)
-        await self._silence(tenant_id, claim)
-        if self._its.shred is not None:
-            await self._its.shred(tenant_id)
+        # A poison workflow would stay blocked for a new tenant of the same name.
+        blocks = [block.pair for block in await self._central.blocks() if block.tenant == tenant_id]
+        await self._central.lift(blocks)
+        if self._resources.erase_files is not None:
+            await self._resources.erase_files(tenant_id)
+        await self._remove_webhooks(tenant_id, claim)
+        if self._resources.shred is not None:
+            await self._resources.shred(tenant_id)
         for pool in dict.fromkeys((tenant.pool, tenant.moving_to, tenant.moved_from)):
             if pool is not None:
                 database = await self._homes.pools.get(pool)
@@ -95,11 +93,10 @@ class TenantDeletion:
                 if not await database.freeze_account(tenant_id, claim.fence):
                     raise claims.lost(tenant_id)
                 await erase_all(database, tenant_id, claim)
-        # Once more: one may have been made meanwhile.
+        # Again: a key may have been created in the meantime.
         await self._revoke(tenant_id, claim)
 
     async def forget(self, tenant_id: TenantId) -> None:
-        """The last step."""
         await self._central.documents.remove(claims.COLLECTION, tenant_id)
         await self._homes.tenants.remove(tenant_id)
 
@@ -111,22 +108,22 @@ class TenantDeletion:
                 if key.tenant == tenant:
                     if key.revoked_at is None:
                         await self._keys.revoke(key.key_id)
-                    self._its.revoked(key.key_id)
+                    self._resources.revoked(key.key_id)
             after = page[-1].key_id
 
     async def _end_jobs(self, tenant: Tenant, claim: Claim) -> None:
-        """Cancelled, and settled in its database. A worker has its time to stop."""
-        for _ in range(_LOOKS):
+        """Cancels the jobs and waits until they are settled in the tenant database."""
+        for _ in range(_MAX_POLLS):
             await claim.keep()
-            if not await self._cancelled(tenant, claim):
+            if not await self._cancel_all(tenant, claim):
                 return
             await self._sleep(_POLL_S)
         raise Fault(
-            f"jobs of tenant {tenant.tenant_id!r} are still being cancelled; it is gone on with later"
+            f"jobs of tenant {tenant.tenant_id!r} are still being cancelled; the hub deletes the tenant later"
         )
 
-    async def _cancelled(self, tenant: Tenant, claim: Claim) -> bool:
-        """Whether there was anything to be cancelled, or is still to be settled."""
+    async def _cancel_all(self, tenant: Tenant, claim: Claim) -> bool:
+        """False: no job is open and all are settled."""
         tenant_id, found = tenant.tenant_id, False
         for phase in (Phase.QUEUED, Phase.LEASED):
             after: JobId | None = None
@@ -138,23 +135,23 @@ class TenantDeletion:
                     await self._cancel(job.job_id)
                 after = page[-1].job_id
         database = await self._homes.pools.of(tenant)
-        # Open there, and perhaps not in the queue yet: the relay brings it there, and it is found by the next look.
+        # The job may not be in the queue yet. The relay brings it there, and the next poll cancels it.
         if await database.listing(tenant=tenant_id, phase=Phase.QUEUED, limit=1, after=None):
             found = True
             if await database.fence_of(tenant_id) is not None:
-                # It was on its way to another pool, and its jobs can be refunded in an open book only. Whoever moved
-                # it may come once more with an older fence: then the next look finds the book closed again.
+                # A relocation has frozen the account, but refunds need an active one. If the relocation
+                # freezes it again with an older fence, the next poll comes back here.
                 await _reopen(database, tenant_id, claim)
         return found
 
     async def _cancel(self, job_id: JobId) -> None:
         try:
-            await self._its.cancel(job_id)
+            await self._resources.cancel(job_id)
         except Refusal as refusal:
-            if refusal.code not in _OVER:
+            if refusal.code not in _ALREADY_ENDED:
                 raise
 
-    async def _silence(self, tenant: TenantId, claim: Claim) -> None:
+    async def _remove_webhooks(self, tenant: TenantId, claim: Claim) -> None:
         for webhook in await self._webhooks.of(tenant):
             await self._webhooks.remove(webhook)
         await self._webhooks.forget_secret(tenant)
@@ -168,12 +165,6 @@ async def _reopen(database: TenantDatabase, tenant: TenantId, claim: Claim) -> N
         raise claims.lost(tenant)
 
 
-_LOG = logging.getLogger(__name__)
-_RETENTION_PAGE = 500
-_PAGES = 20
-"""In one look at a database, of each kind."""
-
-
 class TenantRetention:
     def __init__(self, central: Store, homes: TenantDirectory, retention: Retention) -> None:
         self._central = central
@@ -185,19 +176,19 @@ class TenantRetention:
         for pool in await self._homes.everyone():
             try:
                 database = await self._homes.pools.get(pool)
-                await self._events(database, now)
-                await self._jobs(database, now)
+                await self._delete_events(database, now)
+                await self._delete_jobs(database, now)
             except Fault as fault:
-                # One database that is away must not keep the others full.
-                _LOG.warning("what is old in the pool %s is forgotten later: %s", pool, fault)
+                # Go on with the other databases.
+                _LOG.warning("cannot delete old jobs and events in database %s, will retry: %s", pool, fault)
 
-    async def _events(self, database: TenantDatabase, now: float) -> None:
+    async def _delete_events(self, database: TenantDatabase, now: float) -> None:
         before = now - self._retention.events_days * DAY_S
-        for _ in range(_PAGES):
+        for _ in range(_MAX_PAGES):
             if await database.forget_events(before, _RETENTION_PAGE) < _RETENTION_PAGE:
                 return
 
-    async def _jobs(self, database: TenantDatabase, now: float) -> None:
+    async def _delete_jobs(self, database: TenantDatabase, now: float) -> None:
         kept = self._retention
         for phase, days in (
             (Phase.COMPLETED, kept.completed_days),
@@ -205,7 +196,8 @@ class TenantRetention:
             (Phase.FAILED, kept.failed_days),
         ):
             before = now - days * DAY_S
-            for _ in range(_PAGES):
+            for _ in range(_MAX_PAGES):
+                # A job goes here only after it has gone from the central store.
                 old = await database.ended_jobs(phase, before, _RETENTION_PAGE)
                 known = await self._central.load_many(old)
                 gone = [job_id for job_id, dispatch in zip(old, known, strict=True) if dispatch is None]

@@ -1,5 +1,8 @@
-"""What workers without a way to tenants' databases reported of failures: a hub takes it from the central store's drawer
-to where it belongs. Two hubs may do the same at once."""
+"""Moves failure texts from the central store to the tenant database.
+
+Workers that cannot reach tenant databases leave the texts in a collection of the central store. Two hubs may
+move the same text at once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class PendingFailureTexts:
         self._homes = homes
 
     async def of(self, attempt_ids: Collection[str]) -> dict[str, FailureText]:
-        """Those that are still in the drawer."""
+        """The texts that are still in the central store."""
         found: dict[str, FailureText] = {}
         for each in attempt_ids:
             document = await self._central.documents.get(COLLECTION, each)
@@ -31,14 +34,14 @@ class PendingFailureTexts:
         return found
 
     async def take(self, attempt_ids: Collection[str]) -> None:
-        """Before their round ends: afterwards its tenant's database takes nothing more of it."""
+        """Call this before the round ends: afterwards the tenant database accepts no more texts for it."""
         for each in attempt_ids:
             document = await self._central.documents.get(COLLECTION, each)
             if document is not None and (left := left_in(document.body)) is not None:
                 await self._take(document.name, left)
 
     async def take_all(self) -> None:
-        """Those of tenants whose database is away stay where they are, and those that cannot be read."""
+        """Leaves texts that are unreadable or whose tenant database is unreachable."""
         after = ""
         while self._central.is_shared:
             page = await self._central.documents.listing(COLLECTION, after, _TEXTS_PAGE)
@@ -46,14 +49,14 @@ class PendingFailureTexts:
                 after = document.name
                 left = left_in(document.body)
                 if left is None:
-                    _LOG.info("what was said of %s cannot be read", after)
+                    _LOG.info("the failure text of attempt %s is unreadable", after)
                     continue
                 try:
                     tenant = await self._homes.tenants.get(left.tenant)
                     if tenant is None or not self._homes.pools.is_away(tenant.pool):
                         await self._take(after, left)
                 except Fault as fault:
-                    _LOG.info("what was said of %s goes to its tenant's database later: %s", after, fault)
+                    _LOG.info("cannot move the failure text of attempt %s, will retry: %s", after, fault)
             if len(page) < _TEXTS_PAGE:
                 return
 
@@ -64,7 +67,6 @@ class PendingFailureTexts:
         ):
             newest = await self._homes.tenants.newest(left.tenant)
             if newest is not None and newest.pool != home.tenant.pool:
-                return  # It has just moved: the next look finds it there.
-            _LOG.info("what was said of %s is not kept: its round is over", attempt_id)
-        # Of a tenant that was deleted nothing is kept.
+                return  # The tenant has just moved: the next run finds it there.
+            _LOG.info("the failure text of attempt %s is dropped: its round has ended", attempt_id)
         await self._central.documents.remove(COLLECTION, attempt_id)

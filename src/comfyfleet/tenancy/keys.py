@@ -1,7 +1,6 @@
-"""API keys and enrolment tokens: made, shown once, hashed at rest, checked, rotated, revoked.
+"""API keys and enrolment tokens, kept as hashes in the document store that all hubs share.
 
-They lie in the store's cabinet, so that every hub on a store knows the same ones. A secret has 256 bits of chance, so
-one round of SHA-256 keeps it; which route a role opens is not decided here.
+Secrets are 256 random bits, so one SHA-256 protects them. The hub decides which routes a role may call.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Keys:
         self._documents = documents
         self._clock = clock
         self.on_rotated: Callable[[str, str], None] | None = None
-        """Hears the id and the new text of a key that was rotated here, before anybody else has it."""
+        """Called with the id and the new text of a key that this process rotated."""
 
     # keys
 
@@ -45,16 +44,19 @@ class Keys:
         worker_id: WorkerId | None = None,
         expires_in_s: float | None = None,
     ) -> tuple[ApiKey, str]:
-        """The key as it is kept, and the whole of it to hand over: it cannot be shown again."""
+        """The stored key and its full text, which cannot be shown again."""
         if role is Role.TENANT and tenant is None:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                "a tenant's key names its tenant: say which, with `tenant` (--tenant)",
+                "a key with the role tenant needs a tenant: give `tenant` (--tenant)",
             )
         if role is Role.WORKER and tenant is not None:
-            raise Refusal(RefusalCode.INVALID_REQUEST, "a worker's key names no tenant")
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                "a key with the role worker cannot have a tenant: leave `tenant` out",
+            )
         if role is not Role.WORKER and worker_id is not None:
-            raise Refusal(RefusalCode.INVALID_REQUEST, "only a worker's key names a worker")
+            raise Refusal(RefusalCode.INVALID_REQUEST, "only a key with the role worker can have a worker id")
         now = self._clock.now()
         key_id, secret = _new_id(now), secrets.token_hex(32)
         key = ApiKey(
@@ -68,11 +70,11 @@ class Keys:
             None if expires_in_s is None else now + expires_in_s,
         )
         if not await self._documents.put(_KEYS, key_id, msgspec.json.encode(key), version=0):
-            raise Fault("a new key's id is taken already; try again")
+            raise Fault("the id of the new key is taken; try again")
         return key, f"{KEY_PREFIX}{key_id}_{secret}"
 
     async def check(self, text: str) -> ApiKey | None:
-        """The key that this text proves, if it is good now."""
+        """The key with this text, if it is valid now."""
         key_id, _, secret = text.removeprefix(KEY_PREFIX).partition("_")
         if not text.startswith(KEY_PREFIX) or not secret or not key_id.isalnum():
             return None
@@ -80,22 +82,22 @@ class Keys:
         if document is None:
             return None
         key, now, digest = _key(document), self._clock.now(), _digest(secret)
-        is_good = hmac.compare_digest(key.digest, digest)
+        is_valid = hmac.compare_digest(key.digest, digest)
         if key.old_digest is not None and key.old_until is not None and now < key.old_until:
-            is_good |= hmac.compare_digest(key.old_digest, digest)
-        return key if is_good and not _is_over(key, now) else None
+            is_valid |= hmac.compare_digest(key.old_digest, digest)
+        return key if is_valid and not _has_ended(key, now) else None
 
     async def is_over(self, key_id: str) -> bool:
-        """Whether nobody can have this key (any more), whatever its secret."""
+        """Whether the key is unknown, revoked or expired."""
         document = await self._documents.get(_KEYS, key_id)
-        return document is None or _is_over(_key(document), self._clock.now())
+        return document is None or _has_ended(_key(document), self._clock.now())
 
     async def rotate(self, key_id: str, overlap_s: float = 0.0) -> tuple[ApiKey, str]:
         secret = secrets.token_hex(32)
 
         def renew(key: ApiKey) -> ApiKey:
             if key.revoked_at is not None:
-                raise Refusal(RefusalCode.WRONG_PHASE, f"key {key_id!r} is revoked: make a new one")
+                raise Refusal(RefusalCode.WRONG_PHASE, f"key {key_id!r} is revoked: create a new one")
             return msgspec.structs.replace(
                 key,
                 digest=_digest(secret),
@@ -126,7 +128,7 @@ class Keys:
             key = change(_key(document))
             if await self._documents.put(_KEYS, key_id, msgspec.json.encode(key), version=document.version):
                 return key
-        raise Fault(f"key {key_id!r} is being changed by others all the time; try again")
+        raise Fault(f"key {key_id!r} keeps changing at the same time; try again")
 
     # enrolment
 
@@ -138,8 +140,7 @@ class Keys:
         worker_prefix: str = "",
         replaces: bool = False,
     ) -> tuple[Enrolment, str]:
-        """A token with which so many workers may fetch keys of their own. `replaces`: also in place of a key that a
-        worker has."""
+        """A token that workers exchange for a key. `replaces`: it revokes a worker's old keys."""
         now = self._clock.now()
         token_id, secret = _new_id(now), secrets.token_hex(32)
         enrolment = Enrolment(
@@ -157,10 +158,10 @@ class Keys:
 
     async def uninvite(self, token_id: str) -> None:
         if not await self._documents.remove(_ENROLMENTS, token_id):
-            raise Refusal(RefusalCode.NOT_FOUND, f"there is no enrolment token {token_id!r} (any more)")
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no enrolment token {token_id!r}")
 
     async def enrol(self, token: str, worker_id: WorkerId) -> tuple[ApiKey, str, list[str]]:
-        """One use of the token for a key that is good for this worker alone; and the ids of those that ended for it."""
+        """Uses the token once. The worker's new key, its text, and the ids of the keys it replaced."""
         token_id, _, secret = token.removeprefix(ENROLMENT_PREFIX).partition("_")
         for _ in range(_TRIES):
             document = None
@@ -176,12 +177,12 @@ class Keys:
             ):
                 raise Refusal(
                     RefusalCode.UNAUTHENTICATED,
-                    "the enrolment token is not good (any more): ask for a new one",
+                    "the enrolment token is not valid (unknown, expired or used up): ask for a new one",
                 )
             if not worker_id.startswith(enrolment.worker_prefix):
                 raise Refusal(
                     RefusalCode.NOT_ALLOWED,
-                    f"this token enrols workers whose id begins with {enrolment.worker_prefix!r}",
+                    f"this token enrols only workers whose id starts with {enrolment.worker_prefix!r}",
                 )
             held = await self.held_by(worker_id)
             if held and not enrolment.replaces:
@@ -190,16 +191,16 @@ class Keys:
             if await self._documents.put(
                 _ENROLMENTS, token_id, msgspec.json.encode(used), version=document.version
             ):
-                return await self._enrolled(worker_id, token_id, enrolment.replaces)
-        raise Fault("the enrolment token is used by many at once; try again")
+                return await self._create_enrolled_key(worker_id, token_id, enrolment.replaces)
+        raise Fault("many workers use this enrolment token at once; try again")
 
-    async def _enrolled(
+    async def _create_enrolled_key(
         self, worker_id: WorkerId, token_id: str, replaces: bool
     ) -> tuple[ApiKey, str, list[str]]:
         key, text = await self.create(Role.WORKER, name=f"enrolled by {token_id}", worker_id=worker_id)
         others = [each.key_id for each in await self.held_by(worker_id) if each.key_id != key.key_id]
         if others and not replaces and min(others) < key.key_id:
-            # Another enrolled under the same name in the same moment, and came first.
+            # Another process enrolled the same worker id at the same time and was first.
             await self.revoke(key.key_id)
             raise _has_key(worker_id)
         if replaces:
@@ -208,11 +209,11 @@ class Keys:
         return key, text, others if replaces else []
 
     async def held_by(self, worker_id: WorkerId) -> list[ApiKey]:
-        """The keys that are good now and name this worker."""
+        """The valid keys of this worker."""
         found: list[ApiKey] = []
         after, now = "", self._clock.now()
         while page := await self.listing(after, _PAGE):
-            found += (each for each in page if each.worker_id == worker_id and not _is_over(each, now))
+            found += (each for each in page if each.worker_id == worker_id and not _has_ended(each, now))
             after = page[-1].key_id
         return found
 
@@ -220,7 +221,7 @@ class Keys:
 def _has_key(worker_id: WorkerId) -> Refusal:
     return Refusal(
         RefusalCode.NOT_ALLOWED,
-        f"a worker {worker_id!r} has a key already: choose another name, revoke that key (`comfyfleet key revoke`), or "
+        f"worker {worker_id!r} has a key already: choose another id, revoke that key (`comfyfleet key revoke`), or "
         "use a token that replaces keys (`comfyfleet key invite --replace`)",
     )
 
@@ -229,7 +230,7 @@ def _key(document: Document) -> ApiKey:
     return msgspec.json.decode(document.body, type=ApiKey)
 
 
-def _is_over(key: ApiKey, now: float) -> bool:
+def _has_ended(key: ApiKey, now: float) -> bool:
     return key.revoked_at is not None or (key.expires_at is not None and now >= key.expires_at)
 
 
@@ -238,5 +239,5 @@ def _digest(secret: str) -> str:
 
 
 def _new_id(now: float) -> str:
-    """Ids grow with time, so that a list of keys is in the order they were made."""
+    """Ids start with the time, so lists are in order of creation."""
     return f"{int(now * 1000):012x}{secrets.token_hex(6)}"

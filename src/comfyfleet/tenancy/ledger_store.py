@@ -1,9 +1,8 @@
-"""The central store with tenants' databases beside it: one `Store` to the engine, by the protocol of docs/ledger.md.
+"""One `Store` for the engine over the central store and the tenant databases (protocol: docs/ledger.md).
 
-A tenant that was set up has its jobs, results and credits in the database of its pool; the central store
-holds the dispatch and a stub of the record. Every step is taken here in its order, and what a crash leaves
-undone is found by the relay (`outbox_relay.py`) and the reconciler. For everybody else this is the central
-store, and whatever is not said here is.
+The tenant database has jobs, results and credits; the central store has the dispatch and a stub of the
+record. The outbox relay and the reconciler finish what a crash interrupts. All other calls go to the central
+store.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ from comfyfleet.tenancy.tenants import TenantDirectory, TenantLocation
 
 _LOG = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0
-"""So long a report waits for its tenant's database to settle; then the relay does."""
-_POLL_S = 2.0
-"""So long a lease waits for its tenant's database, and with it others' leases of the same round."""
-_HOLD_S = 3.0
-"""So long nothing is leased of a tenant of whom something had to be given back."""
-_MAX_JOINED = 10_000
+_SETTLE_TIMEOUT_S = 5.0
+"""After that, the relay settles the job."""
+_LEASE_TIMEOUT_S = 2.0
+"""Short, because other leases of the same matching pass wait too."""
+_PAUSE_S = 3.0
+"""How long a tenant gets no leases after its database was unreachable."""
+_MAX_CENTRAL_JOBS = 10_000
 _TRIES = 10
 
 
@@ -69,14 +68,14 @@ class TenantLedgerStore:
     def __init__(
         self, central: Store, homes: TenantDirectory, *, left_behind: Callable[[], None] = lambda: None
     ) -> None:
-        """`left_behind` is called when something is left for the relay."""
+        """Calls `left_behind` when there is work for the relay."""
         self.central = central
         self.homes = homes
         self.settler = Settler(central, homes)
         self.records = TenantRecords(central, homes, self.settler)
         self.left_behind = left_behind
-        self._joined: dict[JobId, None] = {}
-        """Jobs that were seen to have nothing of theirs apart."""
+        self._central_jobs: dict[JobId, None] = {}
+        """Known jobs without a tenant database."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.central, name)
@@ -87,26 +86,28 @@ class TenantLedgerStore:
     # S1, S2, S3
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
-        home = await self._home(job.tenant)
+        home = await self._locate(job.tenant)
         if home is None:
             return await self.central.enqueue(dispatch, job, facts)
         check_state(home.tenant)
         dispatch = msgspec.structs.replace(dispatch, has_tenant_database=True)
-        opened = await self._open(home, job, dispatch)
+        opened = await self._open_round(home, job, dispatch)
         if opened.job_id != job.job_id:
-            # The tenant has a job of the same reference: that one is the answer.
+            # The tenant has a job with this reference already: answer with that one.
             known = await self.central.load(opened.job_id)
             return WriteResult(known or msgspec.structs.replace(dispatch, job_id=opened.job_id), ())
         try:
             return await self.send(home, dispatch, job, facts)
         except Fault as fault:
-            # The job is taken, and paid for: it will come into the queue when the store is back.
-            _LOG.warning("job %s waits in its tenant's database for the store: %s", job.job_id, fault)
+            # The job is accepted and its credits are held. The relay enqueues it when the store is back.
+            _LOG.warning(
+                "cannot enqueue job %s, will retry from its tenant's database: %s", job.job_id, fault
+            )
             self.left_behind()
             return WriteResult(dispatch, ())
 
-    async def _open(self, home: TenantLocation, job: Job, dispatch: Dispatch) -> Job:
-        """S1. The job as it is known then."""
+    async def _open_round(self, home: TenantLocation, job: Job, dispatch: Dispatch) -> Job:
+        """S1. Answers the job as the database has it."""
         price = home.tenant.price
         amount = 0 if price is None else accounting.ceiling(price, job.payload.requirements.service)
         now = await self.central.now()
@@ -124,14 +125,14 @@ class TenantLedgerStore:
         if opened.outcome is PostingResult.REFUSED or opened.job is None:
             raise Refusal(
                 RefusalCode.WRONG_PHASE,
-                f"round {job.round} of job {job.job_id} cannot begin: the one before it goes on, or has completed",
+                f"round {job.round} of job {job.job_id} cannot start: the one before it is open or has completed",
             )
         return opened.job
 
     async def send(
         self, home: TenantLocation, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]
     ) -> WriteResult | None:
-        """S2 and S3, for a job that is in its tenant's database. Never brings back a round that has ended there."""
+        """S2 and S3. Never revives a round that has ended in the tenant database."""
         hold_id = hold_of(dispatch)
         stub = stub_of(job, keeps_payload=home.tenant.allows_direct)
         written = await self.central.enqueue(dispatch, stub, facts)
@@ -142,19 +143,19 @@ class TenantLedgerStore:
         return written
 
     async def _mark_sent(self, home: TenantLocation, hold_id: HoldId) -> None:
-        """S3. The job is in the queue, whatever happens here: whoever wrote it goes on to publish it."""
+        """S3. Never raises: the job is in the queue, and the caller must publish that."""
         try:
             await home.database.mark_sent(hold_id)
         except Exception as error:
             _LOG.warning(
-                "job %s is in the queue, which its tenant's database learns later: %s", hold_id, error
+                "cannot mark job %s as sent in its tenant's database, will retry: %s", hold_id, error
             )
             self.left_behind()
 
     async def _next_round(
         self, there: Dispatch, dispatch: Dispatch, facts: Sequence[FactDraft]
     ) -> WriteResult | None:
-        """The dispatch of an earlier round is still there, and goes on as the next."""
+        """Turns the dispatch of the round before into the next round."""
         changed = {
             name: getattr(dispatch, name)
             for name in Change.__struct_fields__
@@ -164,40 +165,40 @@ class TenantLedgerStore:
             there.job_id,
             AtRevision(there.revision),
             Change(**changed, lease=None),
-            # Leased still, where a failover has lost its end.
+            # A failover may have lost the end of the lease.
             attempt_end=None if there.lease is None else AttemptEnd(AttemptOutcome.RELEASED),
             facts=tuple(facts),
-            job=_BEGUN_ANEW | {"round": dispatch.round},
+            job=_NEW_ROUND | {"round": dispatch.round},
         )
         return await self.central.write(write)
 
     # L1, L2
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
-        return await self._looked_at(await self.central.lease(job_id, offer))
+        return await self._check_lease(await self.central.lease(job_id, offer))
 
     async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         for _ in range(_TRIES):
             written = await self.central.lease_next(offer)
-            looked_at = await self._looked_at(written)
-            if written is None or looked_at is not None:
-                return looked_at
+            checked = await self._check_lease(written)
+            if written is None or checked is not None:
+                return checked
         return None
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         dispatch = await self.central.leased_by_poll(poll_id)
         if dispatch is None or dispatch.lease is None or dispatch.lease.is_acknowledged:
             return dispatch
-        # Its hub may have died before it looked.
-        looked_at = await self._looked_at(WriteResult(dispatch, ()))
-        return None if looked_at is None else dispatch
+        # The hub that leased it may have died before it checked.
+        checked = await self._check_lease(WriteResult(dispatch, ()))
+        return None if checked is None else dispatch
 
-    async def _looked_at(self, written: WriteResult | None) -> WriteResult | None:
+    async def _check_lease(self, written: WriteResult | None) -> WriteResult | None:
         if written is None or not written.dispatch.has_tenant_database:
             return written
         dispatch = written.dispatch
         try:
-            home = await self._reached(dispatch.tenant)
+            home = await self._reachable(dispatch.tenant)
             if home is None or home.tenant.state is TenantState.ACTIVE:
                 job = None if home is None else await self._leasable(home, dispatch)
                 if job is not None:
@@ -207,68 +208,71 @@ class TenantLedgerStore:
                 return None
         except Fault as fault:
             _LOG.warning(
-                "job %s is not leased: the database of its tenant is away: %s", dispatch.job_id, fault
+                "job %s is not leased: cannot reach its tenant's database: %s", dispatch.job_id, fault
             )
-        await self._hold(dispatch.tenant)
-        await self._give_back(dispatch)
+        await self._pause(dispatch.tenant)
+        await self._release(dispatch)
         return None
 
-    async def _reached(self, tenant_id: TenantId) -> TenantLocation | None:
+    async def _reachable(self, tenant_id: TenantId) -> TenantLocation | None:
         tenant = await self.homes.tenants.get(tenant_id)
         if tenant is not None and self.homes.pools.is_away(tenant.pool):
-            # Whether it is back is found out by the relay: others' leases do not wait for that.
-            raise Fault(f"the pool {tenant.pool!r} was away a moment ago")
+            # The relay finds out when it is back; other leases do not wait for that.
+            raise Fault(f"the tenant database {tenant.pool!r} was unreachable a moment ago")
         return await self.homes.of(tenant_id)
 
     async def _leasable(self, home: TenantLocation, dispatch: Dispatch) -> Job | None:
         try:
-            async with asyncio.timeout(_POLL_S):
+            async with asyncio.timeout(_LEASE_TIMEOUT_S):
                 return await home.database.leasable(hold_of(dispatch))
         except TimeoutError as slow:
-            fault = Fault(f"the pool {home.tenant.pool!r} did not answer within {_POLL_S:g} s")
+            fault = Fault(
+                f"the tenant database {home.tenant.pool!r} did not answer within {_LEASE_TIMEOUT_S:g} s"
+            )
             self.homes.pools.note_away(home.tenant.pool, fault)
             raise fault from slow
 
-    async def _hold(self, tenant_id: TenantId) -> None:
-        """For a moment, before one is back in its lane: whoever leases next, here or at another hub, would only find it
-        again."""
-        # As it is now: one that was suspended at another hub a moment ago is held for longer than this.
+    async def _pause(self, tenant_id: TenantId) -> None:
+        """Call this before the job is back in its lane: the next lease would take the same job."""
+        # Read it anew: another hub may just have suspended the tenant, which lasts longer.
         tenant = await self.homes.tenants.newest(tenant_id)
         if tenant is not None and (terms := terms_of(tenant)).held_until is None:
-            until = await self.central.now() + _HOLD_S
+            until = await self.central.now() + _PAUSE_S
             terms = msgspec.structs.replace(terms, held_until=until)
             await self.central.shares.put_terms(terms)
 
-    async def _give_back(self, dispatch: Dispatch) -> None:
-        """Uncharged and uncounted: no worker has heard of it, so what its worker was to stop for is done at once."""
+    async def _release(self, dispatch: Dispatch) -> None:
+        """Undoes the lease, without charge. No worker has the job, so a pending stop takes effect at once."""
         ref = dispatch.lease_ref()
         while (held := await self.central.load(ref.job_id)) is not None:
             if held.lease is None or held.lease_ref() != ref:
                 return
-            written = await self.central.write(_given_back(held, await self.central.now()))
+            written = await self.central.write(_released(held, await self.central.now()))
             if written is not None:
                 if written.dispatch.phase.is_final:
                     self.left_behind()
                 return
 
     async def _drop(self, home: TenantLocation | None, dispatch: Dispatch) -> None:
-        """What is over in the tenant's database, or was never there, does not run."""
+        """Ends a job that has ended in the tenant database or is unknown there."""
         if home is not None:
-            await self._check_lives_in(home)
+            await self._check_not_moved(home)
         hold_id = hold_of(dispatch)
         phase = None if home is None else (await home.database.phases([hold_id])).get(hold_id)
-        _LOG.error("job %s is not leased: its tenant's database says %s", hold_id, phase or "nothing of it")
+        _LOG.error("job %s is not leased: in its tenant's database it is %s", hold_id, phase or "unknown")
         await self.close_as(dispatch, HeldBy(dispatch.lease_ref()), phase)
 
     async def close_as(
         self, dispatch: Dispatch, guard: HeldBy | AtRevision, phase: Phase | None
     ) -> WriteResult | None:
-        """A dispatch that its tenant's database says has ended so; None: it does not know it."""
+        """Ends the dispatch with its phase in the tenant database (None: unknown there)."""
         now = await self.central.now()
         job: dict[str, Any] = {"phase": phase or Phase.FAILED, "completed_at": now}
-        fact = FactDraft(FactKind((phase or Phase.FAILED).value), {"reason": "as its tenant's database says"})
+        fact = FactDraft(
+            FactKind((phase or Phase.FAILED).value), {"reason": "it has ended in its tenant's database"}
+        )
         if phase is None:
-            message = "its tenant's database does not know this job; it was not run, and nothing was charged"
+            message = "the tenant's database does not know this job; it did not run, and nothing was charged"
             job["failure"] = Failure(FailureKind.UNKNOWN, message)
             fact = FactDraft(FactKind.FAILED, {"error": message})
         return await self.central.write(
@@ -289,13 +293,13 @@ class TenantLedgerStore:
     async def load(self, job_id: JobId) -> Dispatch | None:
         dispatch = await self.central.load(job_id)
         if dispatch is not None and not dispatch.has_tenant_database:
-            self._joined[job_id] = None
-            if len(self._joined) > _MAX_JOINED:
-                del self._joined[next(iter(self._joined))]
+            self._central_jobs[job_id] = None
+            if len(self._central_jobs) > _MAX_CENTRAL_JOBS:
+                del self._central_jobs[next(iter(self._central_jobs))]
         return dispatch
 
     async def write(self, write: Write) -> WriteResult | None:
-        if write.job_id in self._joined:
+        if write.job_id in self._central_jobs:
             return await self.central.write(write)
         dispatch = await self.load(write.job_id)
         if dispatch is None or not dispatch.has_tenant_database:
@@ -310,27 +314,27 @@ class TenantLedgerStore:
             if home is not None:
                 await home.database.put_payload(hold_of(dispatch), write.job["payload"])
                 if home.tenant.allows_direct:
-                    # A worker on the store itself finds it there and nowhere else.
+                    # Direct workers read the payload from the central store.
                     return await self.central.write(write)
         return await self._write_public(dispatch, write)
 
     async def _write_public(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
-        """What is private goes to the tenant's database first, and the rest to the central store."""
+        """Writes private data to the tenant database first, then the rest to the central store."""
         public, text = _without_private(write), texts.text_of(write)
         home = None if text is None else await self.homes.of(dispatch.tenant)
         if text is None or home is None or dispatch.lease is None:
             return await self.central.write(public)
         if isinstance(write.guard, AtRevision) and write.guard.revision != dispatch.revision:
-            # Decided on what is out of date: the lease may be another's by now.
+            # The decision is outdated: another worker may have the lease now.
             return None
         attempt_id, now = dispatch.lease_ref().attempt_id, await self.central.now()
         if not await home.database.keep_failure(hold_of(dispatch), attempt_id, text, now):
-            await self._check_lives_in(home)
+            await self._check_not_moved(home)
         written = await self.central.write(texts.without_text(public, attempt_id))
         return None if written is None else texts.told(written, write)
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
-        """Raises `Fault` while what is told by them lies in a database that is away."""
+        """Raises `Fault` while it cannot read their texts in the tenant database."""
         facts = await self.central.facts(job_id, after)
         if not any(map(texts.place_of, facts)):
             return facts
@@ -338,7 +342,7 @@ class TenantLedgerStore:
         return [texts.fact_with(fact, found) for fact in facts]
 
     async def attempts(self, job_id: JobId) -> list[Attempt]:
-        """Also while the tenant's database is away, without what was said of them."""
+        """Without their failure texts while the tenant database is unreachable."""
         attempts = await self.central.attempts(job_id)
         wanted = {each for each in map(texts.place_of, attempts) if each}
         if not wanted:
@@ -352,9 +356,9 @@ class TenantLedgerStore:
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
     ) -> tuple[WriteResult | None, WriteResult | None]:
-        if write.job_id in self._joined:
+        if write.job_id in self._central_jobs:
             written, leased = await self.central.finish_and_lease_next(write, offer)
-            return written, await self._looked_at(leased)
+            return written, await self._check_lease(leased)
         return await self.write(write), await self.lease_next(offer)
 
     async def _end(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
@@ -364,32 +368,34 @@ class TenantLedgerStore:
             if home is not None:
                 attempt_id, now = write.guard.ref.attempt_id, await self.central.now()
                 if not await home.database.stage(hold_of(dispatch), attempt_id, result, now):
-                    await self._check_lives_in(home)
+                    await self._check_not_moved(home)
         written = await self._write_public(dispatch, write)
         if written is not None:
             await self._settle(written.dispatch)
         return written
 
-    async def _check_lives_in(self, home: TenantLocation) -> None:
-        """Of a round that is over, or never was, nothing counts. One that moved with its tenant goes on elsewhere."""
+    async def _check_not_moved(self, home: TenantLocation) -> None:
+        """Raises `Fault` if the round is missing here because the tenant has moved."""
         tenant_id = home.tenant.tenant_id
         newest = await self.homes.tenants.newest(tenant_id)
         if newest is not None and newest.pool != home.tenant.pool:
-            raise Fault(f"tenant {tenant_id!r} has just moved to pool {newest.pool!r}; report it once more")
+            raise Fault(f"tenant {tenant_id!r} has just moved to database {newest.pool!r}; report again")
 
     async def _settle(self, dispatch: Dispatch) -> None:
-        """The end stands, whatever happens here."""
+        """Never raises: the job has ended in the central store."""
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 await self.settler.settle(dispatch)
         except Exception as error:
-            _LOG.warning("job %s is settled when its tenant's database takes it: %s", dispatch.job_id, error)
+            _LOG.warning(
+                "cannot settle job %s in its tenant's database, will retry: %s", dispatch.job_id, error
+            )
             self.left_behind()
 
     async def _reopen(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
-        """A retry by hand: the next round begins in the tenant's database."""
+        """A manual retry: the next round starts in the tenant database."""
         if write.guard != AtRevision(dispatch.revision):
-            # Somebody was quicker. What was decided is out of date, and nothing is held for it.
+            # The decision is outdated: hold no credits for it.
             return None
         home = await self.homes.of(dispatch.tenant)
         if home is None:
@@ -400,27 +406,27 @@ class TenantLedgerStore:
             return None
         job = await home.database.get(dispatch.job_id)
         if job is None:
-            raise Refusal(RefusalCode.NOT_FOUND, f"job {dispatch.job_id} is not there any more")
+            raise Refusal(RefusalCode.NOT_FOUND, f"job {dispatch.job_id} is gone from its tenant's database")
         opening = msgspec.structs.replace(write.change.apply(dispatch), settled_at=None)
-        begun = msgspec.structs.replace(job, **(_BEGUN_ANEW | {"round": opening.round}))
-        await self._open(home, begun, opening)
+        renewed = msgspec.structs.replace(job, **(_NEW_ROUND | {"round": opening.round}))
+        await self._open_round(home, renewed, opening)
         change = msgspec.structs.replace(write.change, settled_at=None)
         written = await self.central.write(_without_private(msgspec.structs.replace(write, change=change)))
         if written is None:
-            # The relay was quicker, or the next try will be.
+            # The relay may have written it first.
             there = await self.central.load(dispatch.job_id)
             return WriteResult(there, ()) if there is not None and there.round >= opening.round else None
         await self._mark_sent(home, hold_of(opening))
         return written
 
-    async def _home(self, tenant: TenantId) -> TenantLocation | None:
+    async def _locate(self, tenant: TenantId) -> TenantLocation | None:
         try:
             return await self.homes.of(tenant)
         except Fault as fault:
             raise away(tenant, fault) from fault
 
 
-_BEGUN_ANEW: dict[str, Any] = {
+_NEW_ROUND: dict[str, Any] = {
     "phase": Phase.QUEUED,
     "result": None,
     "failure": None,
@@ -433,7 +439,7 @@ _BEGUN_ANEW: dict[str, Any] = {
 _PRIVATE = frozenset({"payload", "result"})
 
 
-def _given_back(dispatch: Dispatch, now: float) -> Write:
+def _released(dispatch: Dispatch, now: float) -> Write:
     change = Change(
         phase=Phase.QUEUED,
         standing=Readiness.PAUSED if dispatch.stop is Stop.PAUSE else Readiness.IN_LANE,
@@ -442,7 +448,7 @@ def _given_back(dispatch: Dispatch, now: float) -> Write:
         retry_requested_at=None,
     )
     job: dict[str, Any] = {"phase": Phase.QUEUED}
-    fact = FactDraft(FactKind.RELEASED, {"reason": "the tenant's database is away"})
+    fact = FactDraft(FactKind.RELEASED, {"reason": "the tenant's database is unreachable"})
     if dispatch.stop is Stop.PAUSE:
         fact = FactDraft(FactKind.PAUSED)
     elif dispatch.stop is Stop.CANCEL:
@@ -467,18 +473,18 @@ def _without_private(write: Write) -> Write:
 
 
 def away(tenant: str, fault: Fault) -> Refusal:
-    _LOG.warning("nothing is taken for tenant %s: %s", tenant, fault)
+    _LOG.warning("cannot accept jobs of tenant %s: %s", tenant, fault)
     return Refusal(
         RefusalCode.UNAVAILABLE,
-        f"the database of tenant {tenant!r} cannot be reached, so nothing is taken for it; nothing was charged. "
-        "Try again later; whoever runs this hub finds more in its log",
+        f"cannot reach the database of tenant {tenant!r}; the job was not accepted and nothing was charged. "
+        "Try again later; the hub's log has the cause",
     )
 
 
 def unanswered(tenant: str, fault: Fault) -> Refusal:
-    _LOG.warning("whether a job of tenant %s was taken is not known: %s", tenant, fault)
+    _LOG.warning("a job of tenant %s may or may not have been accepted: %s", tenant, fault)
     return Refusal(
         RefusalCode.UNAVAILABLE,
-        f"the database of tenant {tenant!r} did not take the job, or did not say so. Submit it again under the same "
-        "reference or Idempotency-Key, then it is taken once; whoever runs this hub finds more in its log",
+        f"the database of tenant {tenant!r} did not confirm the job. Submit it again with the same reference or "
+        "Idempotency-Key: it will be accepted once. The hub's log has the cause",
     )

@@ -1,9 +1,8 @@
-"""The relay: brings to the central store what waits in tenants' databases (S2, S3), and settles there what ended here
-(T1, T2), whenever whoever began it could not go on. What workers without a hub left there for a tenant's database goes
-the same way.
+"""The outbox relay finishes steps between tenant databases and the store that a crash interrupted.
 
-What is on its way in the ordinary manner is left alone: something is repeated once it was seen twice. Every hub has a
-relay; that two do the same is harmless.
+It enqueues jobs from tenant outboxes (steps S2, S3), settles ended jobs (T1, T2) and moves pending failure
+texts. It acts on an entry only when it has seen it twice, so requests in progress are left alone. Every hub
+runs a relay; two relays may repeat each other's steps without harm.
 """
 
 from __future__ import annotations
@@ -29,26 +28,25 @@ _LOG = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 LIFE_S = 30.0
-"""What was read longer ago is not brought to the store any more: a tombstone is kept for twice as long."""
+"""The relay does not enqueue what it read longer ago. Tombstones last twice as long."""
 _PAGE = 200
 PAGES = 5
-"""Of ends that wait to be settled, in one look: while a database is away there may be any number. The next look goes on
-where this one ended."""
+"""Unsettled jobs that one pass reads at most; the next pass continues there."""
 
 Admit = Callable[[Job, Dispatch, Callable[[Dispatch], Awaitable[WriteResult | None]]], Awaitable[None]]
 
 
 class OutboxRelay:
-    """`admit` is the engine's: it knows which class a job stands in."""
+    """`admit` is the engine's: it knows the requirement class of a job."""
 
     def __init__(self, store: TenantLedgerStore, admit: Admit) -> None:
         self._store = store
         self._admit = admit
         self._seen: set[HoldId] = set()
         self._ends: set[HoldId] = set()
-        """Those that were seen in the last look through all of them …"""
+        """Seen in the last complete pass."""
         self._ends_now: set[HoldId] = set()
-        """… and in this one, which may take several."""
+        """Seen in this pass, which may take several calls of `_settle`."""
         self._last_end: JobId | None = None
         self._is_due = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -68,43 +66,43 @@ class OutboxRelay:
         self._is_due.set()
 
     async def _run(self) -> None:
-        # What a crash left before this process began is nobody's: it is not waited with.
-        await self._tried(is_first=True)
+        # No request of this process is in progress yet, so there is nothing to wait for.
+        await self._try_pass(at_once=True)
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._is_due.wait()
                     await asyncio.sleep(LOOK_S / 10)
             self._is_due.clear()
-            await self._tried()
+            await self._try_pass()
 
-    async def _tried(self, is_first: bool = False) -> None:
+    async def _try_pass(self, at_once: bool = False) -> None:
         try:
-            await self.look(at_once=is_first)
+            await self.look(at_once=at_once)
         except Fault as fault:
-            _LOG.warning("what waits between the store and tenants' databases is looked at later: %s", fault)
+            _LOG.warning("the outbox relay cannot finish its pass, will retry: %s", fault)
         except Exception:
-            log_failure(_LOG, "what waits between the store and tenants' databases could not be looked at")
+            log_failure(_LOG, "the outbox relay failed, will retry")
 
     async def look(self, *, at_once: bool = False) -> None:
-        """`at_once`: also what may be on its way just now."""
+        """One pass. `at_once`: also entries that it sees for the first time."""
         before, self._seen = self._seen, set()
         if at_once:
             await self._store.homes.open()
-        # Beside each other: a database that does not answer keeps nobody else's jobs waiting.
-        pools = [self._send_of(each, before, at_once) for each in self._store.homes.pools.asked]
+        # In parallel: a database that does not answer delays no other.
+        pools = [self._relay_database(each, before, at_once) for each in self._store.homes.pools.asked]
         left = self._store.settler.left_texts.take_all()
-        ends = await asyncio.gather(*pools, self._settle(at_once), left, return_exceptions=True)
-        # Only now: what went on behind a look that failed would be in the way of the next one.
-        for end in ends:
-            if end is not None:
-                raise end
+        results = await asyncio.gather(*pools, self._settle(at_once), left, return_exceptions=True)
+        # Raise after all have ended, or they would run beside the next pass.
+        for error in results:
+            if error is not None:
+                raise error
 
-    async def _send_of(self, pool: str, before: set[HoldId], at_once: bool) -> None:
+    async def _relay_database(self, pool: str, before: set[HoldId], at_once: bool) -> None:
         try:
             await self._send(pool, await self._store.homes.pools.get(pool), before, at_once)
         except Fault as fault:
-            _LOG.info("the pool %s is asked again later: %s", pool, fault)
+            _LOG.info("cannot reach database %s, will retry: %s", pool, fault)
 
     # S2, S3
 
@@ -118,22 +116,22 @@ class OutboxRelay:
                 if at_once or entry.hold_id in before:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(until):
-                            await self._bring(pool, database, entry)
+                            await self._enqueue(pool, database, entry)
                 after = entry.hold_id
             if len(page) < _PAGE:
                 return
 
-    async def _bring(self, pool: str, database: TenantDatabase, entry: OutboxEntry) -> None:
+    async def _enqueue(self, pool: str, database: TenantDatabase, entry: OutboxEntry) -> None:
         tenant = await self._store.homes.tenants.get(entry.tenant)
         try:
             job = await database.leasable(entry.hold_id)
         except Fault as fault:
             if self._store.homes.pools.is_away(pool):
                 raise
-            # The database is there: this job cannot be opened, and those behind it may be others'.
-            _LOG.warning("job %s does not get into the queue now: %s", entry.hold_id, fault)
+            # The database answers, but this job is unreadable. Go on with the next one.
+            _LOG.warning("cannot enqueue job %s, will retry: %s", entry.hold_id, fault)
             return
-        # Elsewhere by now, or gone: what is left here is for whoever moves or deletes it.
+        # The tenant has moved or is deleted: relocation or deletion removes the entry.
         if tenant is None or tenant.pool != pool or job is None:
             return
         home = TenantLocation(tenant, database)
@@ -143,12 +141,12 @@ class OutboxRelay:
                 job, entry.dispatch, lambda dispatch: self._store.send(home, dispatch, job, facts)
             )
         except Refusal as refusal:
-            _LOG.warning("job %s does not get into the queue: %s", entry.hold_id, refusal)
+            _LOG.warning("cannot enqueue job %s: %s", entry.hold_id, refusal)
         except Fault:
             raise
         except Exception:
-            # One that cannot be brought must not keep the others waiting.
-            log_failure(_LOG, "job %s does not get into the queue", entry.hold_id)
+            # Go on with the next job.
+            log_failure(_LOG, "cannot enqueue job %s", entry.hold_id)
 
     # T1, T2
 
@@ -169,10 +167,10 @@ class OutboxRelay:
         try:
             await self._store.settler.settle(dispatch)
         except Fault as fault:
-            _LOG.info("%s is settled later: %s", hold_of(dispatch), fault)
+            _LOG.info("cannot settle %s, will retry: %s", hold_of(dispatch), fault)
         except Exception:
-            # One that cannot be settled must not keep the others waiting.
-            log_failure(_LOG, "%s could not be settled", hold_of(dispatch))
+            # Go on with the next job.
+            log_failure(_LOG, "cannot settle %s", hold_of(dispatch))
 
     async def _is_away(self, tenant_id: TenantId) -> bool:
         tenant = await self._store.homes.tenants.get(tenant_id)

@@ -1,8 +1,7 @@
-"""Finds what crashes, failovers and old backups left between the central store and tenants' databases, and mends it.
+"""Finds and repairs differences between the store and tenant databases after crashes or failovers.
 
-It compares every open round with what the store has under its id, and every apart dispatch with its round. What follows
-where they differ is policy's to say (`policy/reconciliation.py`). What is on its way just now differs too: a finding
-counts only if a second look, a moment later, says the same.
+It compares open rounds with dispatches in both directions; `policy/reconciliation.py` judges the differences.
+Requests in progress differ too, so a finding counts only if a second comparison confirms it.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from comfyfleet.tracing import in_background, log_failure
 _LOG = logging.getLogger(__name__)
 
 EVERY_S = 60.0
-_ASK_AGAIN_S = 10.0
-"""So often it is asked whose turn it is: a hub that died is replaced."""
+_CLAIM_AGAIN_S = 10.0
+"""How often the other hubs try, in case the one with the claim has died."""
 CLAIM = TenantId("-reconciler")
-"""No tenant has a name like this."""
+"""Not a valid tenant name."""
 LOOK_AGAIN_S = 2.0
 OLD_HOLD_S = 30 * 24 * 3600.0
 _PAGE = 200
@@ -40,7 +39,7 @@ _STAYING = (TenantState.ACTIVE, TenantState.SUSPENDED)
 
 
 class Reconciler:
-    """Every hub has one; each minute one of them looks."""
+    """Every hub has one; each minute one of them runs."""
 
     def __init__(self, store: TenantLedgerStore, clock: Clock) -> None:
         self._store = store
@@ -62,17 +61,17 @@ class Reconciler:
             wait_s = EVERY_S
             try:
                 found = await self.take_turn()
-                wait_s = EVERY_S if found is not None else _ASK_AGAIN_S
+                wait_s = EVERY_S if found is not None else _CLAIM_AGAIN_S
                 for finding in found or ():
                     _LOG.warning("%s: %s", finding.kind.value, finding.message)
             except Fault as fault:
-                _LOG.warning("the store and tenants' databases are compared later: %s", fault)
+                _LOG.warning("cannot compare the store with the tenant databases, will retry: %s", fault)
             except Exception:
-                log_failure(_LOG, "the store and tenants' databases could not be compared")
+                log_failure(_LOG, "the reconciler failed, will retry")
             await asyncio.sleep(wait_s)
 
     async def take_turn(self) -> list[Finding] | None:
-        """None: another hub does so now, or has within the last minute."""
+        """None: another hub is reconciling, or did so within the last minute."""
         mine = await claim(self._store.central.documents, self._clock, CLAIM)
         if mine is None:
             return None
@@ -88,8 +87,7 @@ class Reconciler:
     async def reconcile(
         self, *, is_dry: bool = False, ledgers: bool = True, claim: Claim | None = None
     ) -> list[Finding]:
-        """What was found, and mended unless it `is_dry`. `ledgers`: are they added up too. `claim`: where this is
-        one hub's turn; kept from page to page."""
+        """The findings, repaired unless `is_dry`. `ledgers`: check the sums too. Renews `claim`."""
         first = [each async for each in self._look(claim)]
         found = []
         if first:
@@ -98,12 +96,10 @@ class Reconciler:
             found = [each async for each in self._look(claim) if each in known]
         if not is_dry:
             for each in found:
-                await self._mend(each)
+                await self._repair(each)
         if ledgers:
             found += [each async for each in self._ledgers()]
         return found
-
-    # looking
 
     async def _look(self, claim: Claim | None) -> AsyncIterator[Finding]:
         staying: dict[TenantId, Tenant] = {}
@@ -112,23 +108,25 @@ class Reconciler:
             staying |= here
             try:
                 database = await self._store.homes.pools.get(pool)
-                async for finding in self._matcher(database, {each.tenant_id for each in tenants}, claim):
+                async for finding in self._compare_rounds(
+                    database, {each.tenant_id for each in tenants}, claim
+                ):
                     yield finding
             except Fault as fault:
-                _LOG.warning("the pool %s is not compared with the store: %s", pool, fault)
+                _LOG.warning("cannot compare database %s with the store: %s", pool, fault)
                 continue
             for tenant in here.values():
-                async for page in self._open(tenant):
-                    for finding in await self._compared(tenant, page, claim):
+                async for page in self._open_dispatches(tenant):
+                    for finding in await self._compare_dispatches(tenant, page, claim):
                         yield finding
-        # Once for all of them: an end that cannot be settled now is not to be read again for each tenant.
+        # Once for all tenants: jobs that cannot be settled now are read only once.
         async for page in self._unconfirmed():
             for tenant_id in dict.fromkeys(each.tenant for each in page if each.tenant in staying):
                 its = [each for each in page if each.tenant == tenant_id]
-                for finding in await self._compared(staying[tenant_id], its, claim):
+                for finding in await self._compare_dispatches(staying[tenant_id], its, claim):
                     yield finding
 
-    async def _matcher(
+    async def _compare_rounds(
         self, database: TenantDatabase, tenants: set[str], claim: Claim | None
     ) -> AsyncIterator[Finding]:
         after: HoldId | None = None
@@ -146,14 +144,14 @@ class Reconciler:
                     yield Finding(
                         kind,
                         entry.tenant,
-                        f"{entry.hold_id} is open in its tenant's database, and the store has {said}",
+                        f"{entry.hold_id} is open in its tenant's database, but the store has {said}",
                         entry.hold_id,
                     )
             if len(page) < _PAGE:
                 return
             after = page[-1].hold_id
 
-    async def _compared(
+    async def _compare_dispatches(
         self, tenant: Tenant, dispatches: Sequence[Dispatch], claim: Claim | None
     ) -> list[Finding]:
         if not dispatches:
@@ -165,7 +163,7 @@ class Reconciler:
             phases = await database.phases([hold_of(each) for each in dispatches])
         except Fault as fault:
             if not self._store.homes.pools.is_away(tenant.pool):
-                _LOG.warning("jobs of tenant %s are not compared: %s", tenant.tenant_id, fault)
+                _LOG.warning("cannot compare the jobs of tenant %s: %s", tenant.tenant_id, fault)
             return []
         found = []
         for dispatch in dispatches:
@@ -178,14 +176,14 @@ class Reconciler:
                     Finding(
                         kind,
                         tenant.tenant_id,
-                        f"{hold_id} is {dispatch.phase.value} in the store, and its tenant's database says that {said}",
+                        f"{hold_id} is {dispatch.phase.value} in the store, but in its tenant's database {said}",
                         hold_id,
                     )
                 )
         return found
 
-    async def _open(self, tenant: Tenant) -> AsyncIterator[Sequence[Dispatch]]:
-        """Its dispatches that are open and apart."""
+    async def _open_dispatches(self, tenant: Tenant) -> AsyncIterator[Sequence[Dispatch]]:
+        """Pages of the tenant's open dispatches."""
         central = self._store.central
         for phase in _OPEN:
             after: JobId | None = None
@@ -193,13 +191,13 @@ class Reconciler:
                 stubs = await central.records.listing(
                     tenant=tenant.tenant_id, phase=phase, limit=_PAGE, after=after
                 )
-                yield _there(await central.load_many([each.job_id for each in stubs]))
+                yield _open_in_tenant_database(await central.load_many([each.job_id for each in stubs]))
                 if len(stubs) < _PAGE:
                     break
                 after = stubs[-1].job_id
 
     async def _unconfirmed(self) -> AsyncIterator[Sequence[Dispatch]]:
-        """Everybody's that have ended and were not marked."""
+        """Pages of all tenants' ended dispatches that are not marked as settled."""
         after: JobId | None = None
         while page := await self._store.central.unsettled(_PAGE, after):
             yield page
@@ -212,7 +210,7 @@ class Reconciler:
                 database = await pools.get(pool)
                 for hold in await database.open_holds(now - OLD_HOLD_S, _PAGE):
                     days = (now - hold.at) / 86_400
-                    message = f"{hold.amount} credits are held for {hold.hold_id} since {days:.0f} days"
+                    message = f"{hold.amount} credits have been held for {hold.hold_id} for {days:.0f} days"
                     yield Finding(FindingKind.OLD_HOLD, hold.tenant, message, hold.hold_id)
             except Fault as fault:
                 for tenant in tenants:
@@ -220,16 +218,14 @@ class Reconciler:
                 continue
             for tenant in tenants:
                 try:
-                    # One that is on its way may have no book here; of one that stays, none means another database.
+                    # A tenant that is being moved may have no account here; any other must have one.
                     its = await pools.of(tenant) if tenant.state in _STAYING else database
                     for problem in await _wrong(its, tenant):
                         yield Finding(FindingKind.WRONG_LEDGER, tenant.tenant_id, problem)
                 except Fault as fault:
                     yield Finding(FindingKind.UNSEEN, tenant.tenant_id, str(fault))
 
-    # mending
-
-    async def _mend(self, finding: Finding) -> None:
+    async def _repair(self, finding: Finding) -> None:
         hold_id, store = finding.hold_id, self._store
         if hold_id is None or not finding.kind.mends_itself:
             return
@@ -249,14 +245,14 @@ class Reconciler:
             elif finding.kind in (FindingKind.OUTLIVED, FindingKind.UNKNOWN):
                 phases = await home.database.phases([hold_id])
                 if phases.get(hold_id, Phase.FAILED) is None:
-                    # Open there by now, as after a move: it goes on.
+                    # Open again, as after a relocation.
                     return
                 await store.close_as(dispatch, AtRevision(dispatch.revision), phases.get(hold_id))
         except Fault as fault:
-            _LOG.warning("%s is mended later: %s", hold_id, fault)
+            _LOG.warning("cannot repair %s, will retry: %s", hold_id, fault)
 
 
-def _there(dispatches: Sequence[Dispatch | None]) -> list[Dispatch]:
+def _open_in_tenant_database(dispatches: Sequence[Dispatch | None]) -> list[Dispatch]:
     return [
         each
         for each in dispatches

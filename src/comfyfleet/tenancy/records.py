@@ -1,4 +1,4 @@
-"""Records of jobs whose payload and result lie apart: the central store's stub, filled from the tenant's database."""
+"""Job records of tenants: the stub in the central store, completed from the tenant database."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_REMEMBERED = 1_000
 
 
 def stub_of(job: Job, *, keeps_payload: bool) -> Job:
-    """What the central store keeps of it."""
+    """The record that the central store gets."""
     payload = job.payload if keeps_payload else Submission({}, tenant=job.tenant)
-    # The reference is unique in the tenant's database; here it would only be told to whoever looks.
+    # The reference is private; only the tenant database needs it.
     return msgspec.structs.replace(
         job, payload=payload, reference=None, seeds=job.seeds if keeps_payload else None
     )
@@ -34,7 +34,7 @@ class TenantRecords:
         self._homes = homes
         self._settler = settler
         self._leased: dict[JobId, Job] = {}
-        """As they were looked at for their lease: the lease is about to ask for them."""
+        """Read for a lease that is about to ask for them again."""
 
     def remember(self, job: Job) -> None:
         self._leased[job.job_id] = job
@@ -50,11 +50,11 @@ class TenantRecords:
         if home is None:
             return stub
         job = leased if leased is not None and leased.round == stub.round else await home.database.get(job_id)
-        return await self._whole(stub, job)
+        return await self._complete(stub, job)
 
-    async def _whole(self, stub: Job, job: Job | None) -> Job:
-        """Nobody sees a job that has completed without its result: between K and T1 it is not in its record yet, and
-        a tenant that moved a moment ago has it where this hub did not look."""
+    async def _complete(self, stub: Job, job: Job | None) -> Job:
+        """Makes sure that a completed job has its result: settles it first (T1), and looks again if the
+        tenant has just moved."""
         lacks_result = (
             job is not None
             and stub.phase is Phase.COMPLETED
@@ -71,11 +71,11 @@ class TenantRecords:
                 job = await home.database.get(stub.job_id) or job
         if (place := texts.place_of(stub)) is not None:
             stub = texts.job_with(stub, await self.texts_of(stub.job_id, {place}))
-        # One from before the tenant was set up has all that there is of it in the central store.
+        # A job from before the tenant was created is only in the central store.
         return stub if job is None else filled(stub, job)
 
     async def texts_of(self, job_id: JobId, wanted: set[str]) -> texts.Texts:
-        """What was said of attempts of a job. Looked for anew where the tenant may have moved a moment ago."""
+        """The failure texts of a job's attempts. Looks again in case the tenant has just moved."""
         dispatch = await self._central.load(job_id)
         home = None if dispatch is None else await self._homes.of(dispatch.tenant)
         if dispatch is None or home is None:
@@ -85,7 +85,7 @@ class TenantRecords:
             found = await home.database.failures_of([job_id])
         if wanted <= found.keys():
             return found
-        # A worker without a way to that database left them a moment ago.
+        # A worker that cannot reach the database may have left them in the central store.
         return {**found, **await self._settler.left_texts.of(wanted - found.keys())}
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
@@ -94,7 +94,7 @@ class TenantRecords:
         if home is None or job is None:
             return await self._central.records.by_reference(tenant, reference)
         stub = await self._central.records.get(job.job_id)
-        return job if stub is None else await self._whole(stub, job)
+        return job if stub is None else await self._complete(stub, job)
 
     async def listing(
         self,
@@ -105,41 +105,43 @@ class TenantRecords:
         after: JobId | None,
         newest_first: bool = False,
     ) -> list[Job]:
-        """What the central store lists. A tenant whose database is away is listed without what lies there."""
+        """A list of several tenants has only stubs for those whose database is unreachable."""
         page = await self._central.records.listing(
             tenant=tenant, phase=phase, limit=limit, after=after, newest_first=newest_first
         )
         return await self._filled(page, is_one_tenants=tenant is not None)
 
     async def many(self, job_ids: Sequence[JobId]) -> list[Job]:
-        """Those that are there. A tenant whose database is away is answered without what lies there."""
+        """Leaves out unknown jobs; has only stubs for tenants whose database is unreachable."""
         stubs = [await self._central.records.get(job_id) for job_id in job_ids]
         return await self._filled([each for each in stubs if each is not None], is_one_tenants=False)
 
     async def _filled(self, page: Sequence[Job], *, is_one_tenants: bool) -> list[Job]:
-        of_tenants: dict[TenantId, list[JobId]] = {}
+        by_tenant: dict[TenantId, list[JobId]] = {}
         for stub in page:
-            of_tenants.setdefault(stub.tenant, []).append(stub.job_id)
+            by_tenant.setdefault(stub.tenant, []).append(stub.job_id)
         jobs: dict[JobId, Job] = {}
-        unsaid = {stub.job_id for stub in page if texts.place_of(stub) is not None}
-        said: dict[str, FailureText] = {}
-        for each, job_ids in of_tenants.items():
+        without_text = {stub.job_id for stub in page if texts.place_of(stub) is not None}
+        found: dict[str, FailureText] = {}
+        for each, job_ids in by_tenant.items():
             try:
                 home = await self._homes.of(each)
                 if home is not None:
                     jobs |= await home.database.get_many(job_ids)
-                    said |= await home.database.failures_of([each for each in job_ids if each in unsaid])
+                    found |= await home.database.failures_of(
+                        [each for each in job_ids if each in without_text]
+                    )
                     left = {place for stub in page if texts.is_left(stub) and (place := texts.place_of(stub))}
-                    said |= await self._settler.left_texts.of(left - said.keys())
+                    found |= await self._settler.left_texts.of(left - found.keys())
             except Fault:
                 if is_one_tenants:
                     raise
-        whole = [texts.job_with(stub, said) for stub in page]
-        return [filled(stub, jobs[stub.job_id]) if stub.job_id in jobs else stub for stub in whole]
+        stubs = [texts.job_with(stub, found) for stub in page]
+        return [filled(stub, jobs[stub.job_id]) if stub.job_id in jobs else stub for stub in stubs]
 
 
 def filled(stub: Job, job: Job) -> Job:
-    """What moves is the central store's to say, what is private the tenant's."""
+    """State comes from the stub, private data from the tenant's job."""
     return msgspec.structs.replace(
         stub, payload=job.payload, result=job.result, reference=job.reference, seeds=job.seeds
     )

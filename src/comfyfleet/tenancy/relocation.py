@@ -1,8 +1,7 @@
-"""A tenant moves to another pool: its book is closed where it is, its rows are copied and compared, and one guarded
-write says that it lives there now. Then what it left behind is erased.
+"""Moves a tenant to another database: freezes its account, copies and compares its rows, switches over.
 
-Every step may be repeated, by this hub or another, from the beginning: rows that are there stay, and until the write
-nobody reads them. Jobs that end meanwhile wait in the central store to be settled.
+Any hub may repeat the whole from the beginning: nobody reads the copied rows before the switch. Jobs that end
+meanwhile wait in the central store to be settled.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from comfyfleet.tenancy.database.registry import TenantDatabases
 from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
 
 _PAGE = 50
-"""Rows at a time: each may hold a payload."""
-_ERASE = 500
+"""Small, because each row may hold a payload."""
+_ERASE_PAGE = 500
 
 
 class TenantRelocation:
@@ -33,28 +32,28 @@ class TenantRelocation:
         self._sleep = sleep
 
     async def move(self, tenant: Tenant, claim: Claim) -> Tenant:
-        """To where it says that it is going. Raises `Fault` where it has to be begun anew."""
-        assert tenant.moving_to is not None, "whoever moves goes somewhere"
+        """Raises `Fault` if the move has to start again."""
+        assert tenant.moving_to is not None, "a relocation has a target"
         tenant_id = tenant.tenant_id
         source, target = await self._pools.of(tenant), await self._pools.get(tenant.moving_to)
-        # So that callers hear of it from their hubs, and not from a book that is closed.
-        await claim.say("every hub to hear of it")
+        # Then hubs refuse submissions with a clear message, before the frozen account does.
+        await claim.say("all hubs to learn of the move")
         await self._sleep(REMEMBER_S)
         await claim.keep()
-        await _close(source, tenant_id, claim)
-        # Closed there too, the other name leads to the same database: there is nothing to copy, and nothing to erase.
+        await _freeze(source, tenant_id, claim)
+        # If this froze the target too, both names lead to the same database: nothing to copy or erase.
         is_copied = await target.fence_of(tenant_id) != claim.fence
         if is_copied:
-            await _close(target, tenant_id, claim)
+            await _freeze(target, tenant_id, claim)
             await self._copy(tenant_id, source, target, claim)
             if await self._difference(tenant_id, source, target, claim) is not None:
-                # What another attempt left long ago may be in the way.
+                # An earlier attempt may have left old rows there.
                 await erase_all(target, tenant_id, claim)
                 await self._copy(tenant_id, source, target, claim)
                 if (part := await self._difference(tenant_id, source, target, claim)) is not None:
                     raise Fault(
-                        f"tenant {tenant_id!r} is not moved: its {part} in the other pool are not those it has; "
-                        "nothing is lost, and it is tried again"
+                        f"cannot move tenant {tenant_id!r}: its copied {part} differ from the original ones; "
+                        "nothing is lost, and the hub tries again"
                     )
             await _check_ledger(tenant_id, source)
         await claim.keep()
@@ -65,13 +64,13 @@ class TenantRelocation:
         )
 
     async def tidy(self, tenant: Tenant, claim: Claim) -> Tenant:
-        """Erases what it left behind, once nobody reads it any more."""
-        assert tenant.moved_from is not None, "there is something to tidy"
+        """Erases the old rows once nobody reads them any more."""
+        assert tenant.moved_from is not None, "the tenant has moved"
         pool = tenant.moved_from
         await self._sleep(2 * REMEMBER_S)
         await claim.keep()
         database = await self._pools.get(pool)
-        await _close(database, tenant.tenant_id, claim)
+        await _freeze(database, tenant.tenant_id, claim)
         await erase_all(database, tenant.tenant_id, claim)
         return await self._tenants.change(tenant.tenant_id, lambda found: policy.tidied(found, pool))
 
@@ -92,7 +91,7 @@ class TenantRelocation:
     async def _difference(
         self, tenant: TenantId, source: TenantDatabase, target: TenantDatabase, claim: Claim
     ) -> str | None:
-        """The first part that is not the same on both sides."""
+        """The first part that differs."""
         for part in PARTS:
             await claim.say(f"its {part} to be compared")
             last: Row | None = None
@@ -110,7 +109,7 @@ class TenantRelocation:
 async def erase_all(database: TenantDatabase, tenant: TenantId, claim: Claim) -> None:
     while True:
         await claim.keep()
-        erased = await database.erase(tenant, claim.fence, _ERASE)
+        erased = await database.erase(tenant, claim.fence, _ERASE_PAGE)
         if erased is None:
             raise lost(tenant)
         if not erased:
@@ -121,12 +120,12 @@ async def _check_ledger(tenant: TenantId, database: TenantDatabase) -> None:
     try:
         wrong = problems(await database.ledger(tenant))
     except Refusal:
-        # Too long to be read as a whole; every entry was compared.
+        # Too long to read as a whole; `_difference` has compared every entry.
         return
     if wrong:
-        raise Fault(f"tenant {tenant!r} is not moved: its book is wrong ({wrong[0]}); see to it first")
+        raise Fault(f"cannot move tenant {tenant!r}: its ledger is wrong ({wrong[0]}); correct it first")
 
 
-async def _close(database: TenantDatabase, tenant: TenantId, claim: Claim) -> None:
+async def _freeze(database: TenantDatabase, tenant: TenantId, claim: Claim) -> None:
     if not await database.freeze_account(tenant, claim.fence):
         raise lost(tenant)

@@ -1,6 +1,6 @@
-"""Everything about tenants that a hub has beside its engine: who they are, where they live, what keeps both sides true.
+"""Builds a hub's tenant services around its store: directory, ledger store, relay, reconciler, retention.
 
-Put round a store before the engine is made; the relay and the reconciler begin with the engine and end before it.
+The relay and the reconciler start with the engine and stop before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEWEST = 100
 
 
 class TenantServices:
-    """`pools` are addresses by name; `around` is put round each of their databases, as a seal is."""
+    """`pools` maps database names to URLs; `around` wraps each database, for encryption."""
 
     def __init__(
         self,
@@ -46,21 +46,20 @@ class TenantServices:
 
     @property
     def documents(self) -> DocumentStore:
-        """The central store's."""
+        """The central document store."""
         return self._central.documents
 
     @property
     def store(self) -> Store:
-        """The engine's."""
+        """The store for the engine."""
         return self.apart.as_store()
 
     async def documents_of(self, tenant: TenantId) -> DocumentStore:
-        """Where its documents lie."""
         home = await self.homes.of(tenant)
         return self._central.documents if home is None else home.database.documents(tenant)
 
     async def remembers(self, tenant: TenantId) -> bool:
-        """Whether the store still has jobs of a tenant of this name whose own side lies, or lay, in a database."""
+        """Whether the central store still has jobs of a deleted tenant with this name."""
         stubs = await self._central.records.listing(
             tenant=tenant, phase=None, limit=_NEWEST, after=None, newest_first=True
         )

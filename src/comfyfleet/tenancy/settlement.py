@@ -1,5 +1,7 @@
-"""T1 and T2: what ended in the central store is settled in the tenant's database, and then marked as settled. Both may
-be repeated by whoever comes by: the database takes in the first copy only."""
+"""Settles ended jobs in the tenant database (T1) and marks them as settled in the central store (T2).
+
+Both steps may be repeated by any hub: the database counts only the first.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from comfyfleet.tenancy.tenants import TenantDirectory, TenantLocation
 
 
 class Settler:
-    """`central` is the store itself, not the one around it."""
+    """`central` is the central store, not the `TenantLedgerStore`."""
 
     def __init__(self, central: Store, homes: TenantDirectory) -> None:
         self._central = central
@@ -23,10 +25,10 @@ class Settler:
         self.left_texts = PendingFailureTexts(central, homes)
 
     async def settle(self, dispatch: Dispatch) -> None:
-        """Raises `Fault` while the tenant's database is away, or has never heard of the round."""
+        """Raises `Fault` while the tenant database is unreachable or does not know the round."""
         assert dispatch.has_tenant_database and dispatch.phase.is_final, "only the end of a round is settled"
         home = await self._homes.of(dispatch.tenant)
-        # Of a tenant that was deleted nothing is left to be settled.
+        # A deleted tenant has nothing to settle.
         if home is not None:
             await self._end(home, dispatch)
         await self._mark(dispatch)
@@ -36,26 +38,24 @@ class Settler:
         central, hold_id = self._central, hold_of(dispatch)
         stub, attempts = await central.records.get(dispatch.job_id), await central.attempts(dispatch.job_id)
         if stub is None:
-            raise Fault(
-                f"the store has no record of {hold_id} any more: it cannot be settled by what became of it"
-            )
+            raise Fault(f"cannot settle {hold_id}: the store has lost its record")
         deciding = deciding_attempt(dispatch, attempts)
         round_ = await home.database.open_round_of(hold_id, None if deciding is None else deciding.attempt_id)
         if round_ is None:
             if hold_id not in await home.database.phases([hold_id]):
                 raise Fault(
-                    f"the pool {home.tenant.pool!r} does not know job {dispatch.job_id} (round {dispatch.round}) of "
-                    f"tenant {dispatch.tenant!r}, which ended here: was it set back to an older state?"
+                    f"the tenant database {home.tenant.pool!r} does not know job {dispatch.job_id} (round "
+                    f"{dispatch.round}) of tenant {dispatch.tenant!r}: was it restored from an older backup?"
                 )
             return
         left = {texts.place_of(each) or "" for each in attempts if texts.is_left(each)}
         await self.left_texts.take(left)
         if (place := texts.place_of(stub)) is not None:
-            said = await home.database.failures_of([dispatch.job_id])
-            if place not in said and place not in left:
-                raise Fault(f"the pool {home.tenant.pool!r} does not have what was said of {hold_id}")
-            stub = texts.job_with(stub, said)
-        verdict = settled(
+            found = await home.database.failures_of([dispatch.job_id])
+            if place not in found and place not in left:
+                raise Fault(f"the tenant database {home.tenant.pool!r} has no failure text of {hold_id}")
+            stub = texts.job_with(stub, found)
+        decision = settled(
             dispatch,
             stub,
             attempts,
@@ -69,21 +69,21 @@ class Settler:
         ended = await home.database.end_round(
             RoundEnd(
                 f"settle {hold_id}",
-                verdict.settlement,
-                verdict.posting,
+                decision.settlement,
+                decision.posting,
                 dispatch.phase,
-                verdict.changes,
-                verdict.run,
+                decision.changes,
+                decision.run,
             )
         )
         if ended.outcome is PostingResult.REFUSED:
-            # Marked as settled it would be nobody's: its rows went elsewhere since they were read here.
+            # Do not mark it: the tenant has moved since the round was read, and it must be settled there.
             raise Fault(
-                f"the pool {home.tenant.pool!r} has no hold for {hold_id} any more: settled where its tenant is now"
+                f"the tenant database {home.tenant.pool!r} has no hold {hold_id} any more: the tenant has moved"
             )
 
     async def _mark(self, dispatch: Dispatch) -> None:
-        """T2. Where somebody has written it since, it is marked already, or has begun another round."""
+        """T2. If the revision has changed, it is marked already or in another round."""
         change = Change(settled_at=await self._central.now())
         await self._central.write(Write(dispatch.job_id, AtRevision(dispatch.revision), change))
 

@@ -1,9 +1,7 @@
-"""The tenants that an operator set up, in the store's cabinet: every hub on a store has the same.
+"""The tenants that operators created, and the database that each one has.
 
-A tenant that is not here lives in the central store like the default one. What is remembered is good for a moment
-only; a tenant that was just changed at another hub is seen as it was for at most that long.
-
-Where a tenant lives: as an operator set it up, with the database of its pool.
+They are documents in the store that all hubs share, cached for `REMEMBER_S`. Tenants that nobody created,
+like the default one, have everything in the central store.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import msgspec
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
 from comfyfleet.model.tenant import Tenant
-from comfyfleet.ports import Clock, Document, DocumentStore
+from comfyfleet.ports import Clock, DocumentStore
 from comfyfleet.stores.documents import is_name
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
@@ -30,7 +28,7 @@ _tenants = msgspec.json.Decoder(Tenant)
 
 
 class Tenants:
-    """`is_shared`: other processes may add tenants, so that one is not there must be asked each time."""
+    """`is_shared`: other processes may add tenants, so unknown ones are not cached."""
 
     def __init__(self, documents: DocumentStore, clock: Clock, *, is_shared: bool) -> None:
         self._documents = documents
@@ -39,7 +37,7 @@ class Tenants:
         self._known: dict[TenantId, tuple[Tenant | None, float]] = {}
 
     async def get(self, tenant_id: TenantId) -> Tenant | None:
-        """As it was at most a moment ago. One that was set up is never taken for one that was not."""
+        """At most `REMEMBER_S` old, but never None for a tenant that exists."""
         if tenant_id == DEFAULT_TENANT:
             return None
         known, until = self._known.get(tenant_id, (None, float("-inf")))
@@ -48,7 +46,7 @@ class Tenants:
         return await self.newest(tenant_id)
 
     async def newest(self, tenant_id: TenantId) -> Tenant | None:
-        # Whoever asks may have made the name up.
+        # The name comes from a caller and may be invalid.
         document = await self._documents.get(COLLECTION, tenant_id) if is_name(tenant_id) else None
         found = None if document is None else _tenants.decode(document.body)
         self._remember(tenant_id, found)
@@ -69,47 +67,43 @@ class Tenants:
         if tenant.tenant_id == DEFAULT_TENANT:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                f"the tenant {DEFAULT_TENANT!r} is there already and lives in the store itself; choose another name",
+                f"tenant {DEFAULT_TENANT!r} always exists, in the central store; choose another name",
             )
         if not await self._documents.put(
             COLLECTION, tenant.tenant_id, msgspec.json.encode(tenant), version=0
         ):
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,
-                f"there is a tenant {tenant.tenant_id!r} already; choose another name, or change that one",
+                f"tenant {tenant.tenant_id!r} exists already; choose another name, or change that tenant",
             )
         self._remember(tenant.tenant_id, tenant)
         return tenant
 
     async def change(self, tenant_id: TenantId, decide: Callable[[Tenant], Tenant]) -> Tenant:
-        """`decide` gets it as it is and may refuse."""
+        """`decide` may raise a refusal."""
         for _ in range(_TRIES):
             document = await self._documents.get(COLLECTION, tenant_id)
             if document is None:
                 raise not_found(tenant_id)
             changed = decide(_tenants.decode(document.body))
-            if await self._put(document, changed):
+            body = msgspec.json.encode(changed)
+            if await self._documents.put(COLLECTION, tenant_id, body, version=document.version):
+                self._remember(tenant_id, changed)
                 return changed
         raise Refusal(
-            RefusalCode.UNAVAILABLE, f"tenant {tenant_id!r} is being changed by others; try again in a moment"
+            RefusalCode.UNAVAILABLE,
+            f"tenant {tenant_id!r} keeps changing at the same time; try again in a moment",
         )
 
     async def remove(self, tenant_id: TenantId) -> None:
         await self._documents.remove(COLLECTION, tenant_id)
         self._remember(tenant_id, None)
 
-    async def _put(self, document: Document, changed: Tenant) -> bool:
-        body = msgspec.json.encode(changed)
-        is_put = await self._documents.put(COLLECTION, document.name, body, version=document.version)
-        if is_put:
-            self._remember(changed.tenant_id, changed)
-        return is_put
-
     def _remember(self, tenant_id: TenantId, found: Tenant | None) -> None:
         self._known.pop(tenant_id, None)
         if found is None and self._is_shared:
             return
-        # Where nobody else writes, what this process wrote is what there is.
+        # If no other process writes, the cache never expires.
         until = self._clock.monotonic() + REMEMBER_S if self._is_shared else float("inf")
         self._known[tenant_id] = (found, until)
         if len(self._known) > _MAX_REMEMBERED:
@@ -119,7 +113,7 @@ class Tenants:
 def not_found(tenant_id: TenantId) -> Refusal:
     return Refusal(
         RefusalCode.NOT_FOUND,
-        f"there is no tenant {tenant_id!r}; `comfyfleet tenant list` has those there are",
+        f"there is no tenant {tenant_id!r}; `comfyfleet tenant list` shows all tenants",
     )
 
 
@@ -134,25 +128,24 @@ class TenantDirectory:
         self.pools = pools
 
     async def of(self, tenant_id: TenantId) -> TenantLocation | None:
-        """None: it was not set up, and lives in the central store. Raises `Fault` while its database is away."""
+        """None: the tenant has no database. Raises `Fault` while its database is unreachable."""
         tenant = await self.tenants.get(tenant_id)
         return None if tenant is None else TenantLocation(tenant, await self.pools.of(tenant))
 
     async def newest(self, tenant_id: TenantId) -> TenantLocation | None:
-        """As the store says now. What `of` remembers is where it lived a moment ago: whatever is missed there may have
-        moved with it."""
+        """Like `of`, without the cache: the tenant may just have moved."""
         await self.tenants.newest(tenant_id)
         return await self.of(tenant_id)
 
     async def everyone(self) -> dict[str, list[Tenant]]:
-        """The tenants of each pool that has any."""
+        """Tenants by the name of their database."""
         found: dict[str, list[Tenant]] = {}
         for tenant in await self.tenants.everybody():
             found.setdefault(tenant.pool, []).append(tenant)
         return found
 
     async def open(self) -> None:
-        """Every pool that has tenants. One that is away is asked again by whoever needs it."""
+        """Opens every database that has tenants, if it is reachable."""
         for pool in await self.everyone():
             with contextlib.suppress(Fault):
                 await self.pools.get(pool)

@@ -1,9 +1,7 @@
-"""The terms of a tenant have changed: its waiting jobs are judged by them, page by page, by one hub at a time.
+"""Applies changed terms of a tenant to its open jobs and to its fair share of the fleet.
 
-What the central store must know of tenants to share the fleet out: their weights, their caps, and who is held.
-
-It follows from what an operator said of them. Whoever changes a tenant says it here at once; what was missed, because a
-hub died in between, is found by comparing.
+The hub that changes a tenant updates the central store at once; `FairShareSync.compare` finds what a crash
+left out.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ JudgeAgain = Callable[[JobId, Tenant], Awaitable[None]]
 
 
 class TermsReview:
-    """`judge_again` is the engine's."""
-
     def __init__(
         self,
         central: Store,
@@ -40,7 +36,7 @@ class TermsReview:
         self._sleep = sleep
 
     async def judge(self, tenant: Tenant, claim: Claim) -> Tenant:
-        """Every job that another hub took by the old terms is in the queue by then."""
+        # Then all jobs that other hubs accepted under the old terms are in the queue.
         await self._sleep(2 * REMEMBER_S)
         for phase in (Phase.QUEUED, Phase.LEASED):
             after: JobId | None = None
@@ -70,7 +66,7 @@ class FairShareSync:
         await self._shares.remove_terms(tenant_id)
 
     async def compare(self, tenants: Iterable[Tenant]) -> None:
-        """All there are."""
+        """`tenants` are all that exist: terms of others are removed."""
         known = {terms.tenant: terms for terms in await self._shares.terms()}
         for tenant in tenants:
             there = known.pop(tenant.tenant_id, None)
@@ -81,6 +77,6 @@ class FairShareSync:
 
 
 def _lasting(terms: TenantTerms) -> TenantTerms:
-    """Without a hold that ends by itself: its database is away for a moment."""
+    """Without a short pause, which an unreachable database causes."""
     is_short = terms.held_until is not None and terms.held_until != float("inf")
     return TenantTerms(terms.tenant, terms.weight, terms.max_leased) if is_short else terms

@@ -1,10 +1,9 @@
-"""The book of deliveries, in the store's cabinet: whose facts are to be told, what was told, and what is due when.
+"""The webhook outbox: which jobs have webhooks, which deliveries exist, and when each is due.
 
-Four drawers. A *note* is written before a round of a job is, and stays until the end of the round is in the book: it
-says where to look for facts. A *delivery* has a name that follows from fact and webhook, so that two hubs that enter
-the same one enter it once. An entry *of its owner*, made before it, lets a tenant's be listed without anybody else's. A
-*due* entry stands in the order of time and leads to its delivery; one that leads nowhere
-is put right by whoever finds it. So every step may be taken twice, and a hub may die between any two.
+It has four collections in the document store. A *note* is written before a round of a job and stays until all
+deliveries of the round exist. A *delivery* is named after its fact and webhook, so two hubs create it once.
+An *owner* entry, written before the delivery, lists a tenant's deliveries. A *due* entry orders deliveries by
+time; `mend` repairs stale ones. Every step may be repeated, and a hub may die between any two.
 """
 
 from __future__ import annotations
@@ -33,16 +32,14 @@ MAX_OF_A_JOB = 1_000
 
 
 class WebhookOutboxEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Somebody is to hear of this round of a job."""
+    """This round of a job has webhooks."""
 
     at: float
     told: int = 0
-    """The number of the last fact that is in the book."""
+    """The number of the last fact whose deliveries exist."""
 
 
 class StoredOutboxEntry(msgspec.Struct, frozen=True):
-    """A note as it was read."""
-
     job_id: JobId
     round: int
     note: WebhookOutboxEntry
@@ -50,7 +47,7 @@ class StoredOutboxEntry(msgspec.Struct, frozen=True):
 
 
 class DueDelivery(msgspec.Struct, frozen=True):
-    """What has to be known to line it up: where it goes, and whose it is."""
+    """A due delivery with what the sender needs to order it: host and owner."""
 
     name: str
     at: float
@@ -58,7 +55,7 @@ class DueDelivery(msgspec.Struct, frozen=True):
     owner: str
 
 
-_lining_up = msgspec.json.Decoder(tuple[str, str])
+_due_bodies = msgspec.json.Decoder(tuple[str, str])
 
 
 class WebhookOutbox:
@@ -79,7 +76,7 @@ class WebhookOutbox:
         )
 
     async def told(self, noted: StoredOutboxEntry, number: int) -> None:
-        """Everything up to that fact is in the book. Whoever was quicker has said the same."""
+        """Deliveries exist for all facts up to this number."""
         body = msgspec.json.encode(msgspec.structs.replace(noted.note, told=number))
         await self._documents.put(NOTES, _note_name(noted.job_id, noted.round), body, version=noted.version)
 
@@ -87,7 +84,7 @@ class WebhookOutbox:
         await self._documents.remove(NOTES, _note_name(noted.job_id, noted.round))
 
     async def notes(self, after: str, limit: int) -> tuple[list[StoredOutboxEntry], str]:
-        """Some of them in the order of submission, and where to go on: nowhere (empty) behind the last."""
+        """A page in order of submission, and where the next one starts (empty: none)."""
         page = await self._documents.listing(NOTES, after, limit)
         found = []
         for document in page:
@@ -98,7 +95,7 @@ class WebhookOutbox:
     # deliveries
 
     async def add(self, delivery: Delivery) -> DueDelivery | None:
-        """Enters it once. What is answered is still to be sent."""
+        """Creates the delivery if it is new. None: it has been sent already."""
         name = name_of(delivery)
         if delivery.owner is not None:
             await self._documents.put(OF_OWNER, _beginning(delivery.owner) + name, b"", version=0)
@@ -115,7 +112,7 @@ class WebhookOutbox:
         return None if document is None else (_delivery(document), document.version)
 
     async def claim(self, name: str, now: float, until: float) -> tuple[Delivery, int] | None:
-        """For whoever is going to send it, if nobody else is. None: there is nothing to do here now."""
+        """Claims the delivery for one sender. None: it is not due, or another sender has it."""
         known = await self.get(name)
         if known is None:
             return None
@@ -129,7 +126,7 @@ class WebhookOutbox:
         return claimed, version + 1
 
     async def settle(self, before: Delivery, after: Delivery, version: int) -> bool:
-        """What came of a claimed one. False: it was changed in between, by hand or because the claim was over."""
+        """Saves the result of a claimed delivery. False: it has changed meanwhile."""
         name = name_of(after)
         if not await self._documents.put(DELIVERIES, name, msgspec.json.encode(after), version=version):
             return False
@@ -140,18 +137,18 @@ class WebhookOutbox:
         return True
 
     async def change(self, name: str, change: Callable[[Delivery], Delivery]) -> Delivery | None:
-        """By hand: it is due from then on. None: there is no such delivery."""
+        """A manual change. None: there is no such delivery."""
         for _ in range(_TRIES):
             known = await self.get(name)
             if known is None:
                 return None
             changed = change(known[0])
-            # Before and after: a hub that dies in between leaves an entry that leads to it, at the worst one too many.
+            # Before and after the write: if the hub dies in between, a due entry still exists.
             await self._put_due(changed)
             if await self._documents.put(DELIVERIES, name, msgspec.json.encode(changed), version=known[1]):
                 await self._put_due(changed)
                 return changed
-        raise Fault("the delivery is being changed by others all the time; try again")
+        raise Fault("the delivery keeps changing at the same time; try again")
 
     async def of_job(self, job_id: JobId) -> list[Delivery]:
         beginning = after = f"{job_id}/"
@@ -165,7 +162,7 @@ class WebhookOutbox:
         return found
 
     async def page(self, after: str, limit: int) -> list[tuple[str, Delivery]]:
-        """Everybody's, in the order of submission of their jobs, with their names."""
+        """All deliveries with their names, in order of job submission."""
         return [
             (each.name, _delivery(each)) for each in await self._documents.listing(DELIVERIES, after, limit)
         ]
@@ -173,51 +170,51 @@ class WebhookOutbox:
     async def page_of(
         self, owner: TenantId, after: str, limit: int
     ) -> tuple[list[tuple[str, Delivery]], str]:
-        """A tenant's own, in the same order, and where to go on: nowhere (empty) behind the last."""
-        beginning = _beginning(owner)
-        page = await self._documents.listing(OF_OWNER, beginning + after, limit)
-        names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
+        """A tenant's deliveries in the same order, and where the next page starts (empty: none)."""
+        names = await self._owned_names(owner, after, limit)
         found: list[tuple[str, Delivery]] = []
         for start in range(0, len(names), _BATCH_SIZE):
             some = names[start : start + _BATCH_SIZE]
             known = await asyncio.gather(*map(self.get, some))
-            # An entry without a delivery: it is being made, or was forgotten by halves.
+            # An owner entry without a delivery is being created or removed.
             found += [(name, each[0]) for name, each in zip(some, known, strict=True) if each is not None]
         return found, names[-1] if len(names) == limit else ""
 
     async def forget(self, name: str, owner: TenantId | None) -> None:
-        """The entry last: one that is left over is passed over, a delivery without one could not be listed."""
+        # The owner entry goes last: a delivery without one could not be listed.
         await self._documents.remove(DELIVERIES, name)
         if owner is not None:
             await self._documents.remove(OF_OWNER, _beginning(owner) + name)
 
     async def forget_some_of(self, owner: TenantId, limit: int) -> int:
-        """How many were there to be forgotten; 0: none is left."""
-        beginning = _beginning(owner)
-        page = await self._documents.listing(OF_OWNER, beginning, limit)
-        names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
+        """How many it removed; 0: none is left."""
+        names = await self._owned_names(owner, "", limit)
         for name in names:
             await self.forget(name, owner)
         return len(names)
 
-    # what is due
+    async def _owned_names(self, owner: TenantId, after: str, limit: int) -> list[str]:
+        beginning = _beginning(owner)
+        page = await self._documents.listing(OF_OWNER, beginning + after, limit)
+        return [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
+
+    # due entries
 
     async def due(self, after: str, limit: int) -> list[DueDelivery]:
-        """In the order of time."""
         return [
-            DueDelivery(document.name, int(document.name[:13]) / 1000, *_lining_up.decode(document.body))
+            DueDelivery(document.name, int(document.name[:13]) / 1000, *_due_bodies.decode(document.body))
             for document in await self._documents.listing(DUE, after, limit)
         ]
 
     async def mend(self, entry: str) -> None:
-        """An entry may lead to a delivery that is over, or is due at another time."""
+        """Repairs a due entry whose delivery has ended or is due at another time."""
         pending = await self._pending(entry)
         if pending is not None:
             if due_name(pending) == entry:
                 return
             await self._put_due(pending)
         await self._documents.remove(DUE, entry)
-        # Asked for again in between it may be due under this very name, and nothing else would lead to it.
+        # A manual change may have made it due again under the removed name.
         pending = await self._pending(entry)
         if pending is not None and due_name(pending) == entry:
             await self._put_due(pending)
@@ -235,7 +232,7 @@ class WebhookOutbox:
 
 
 def _beginning(owner: TenantId) -> str:
-    """Of the same length for every tenant, whatever it is called."""
+    """The name prefix of a tenant's entries: the same length for every tenant."""
     return sha256(owner.encode()).hexdigest()[:32] + "/"
 
 
@@ -244,12 +241,12 @@ def name_of(delivery: Delivery) -> str:
 
 
 def submitted_at(name: str) -> float:
-    """When the job of the delivery with this name was submitted: its id begins with the time."""
+    """When the job of this delivery was submitted: job ids start with the time."""
     return int(name.replace("-", "")[:12], 16) / 1000
 
 
 def named(delivery_id: str) -> str | None:
-    """The name of the delivery with this id, if it can be one's."""
+    """The name of the delivery with this id. None: the id is malformed."""
     job_id, _, rest = delivery_id.partition("_")
     number, _, webhook_id = rest.partition("_")
     is_plain = delivery_id.isascii() and delivery_id.isprintable() and len(delivery_id) < 200
@@ -263,7 +260,7 @@ def due_name(delivery: Delivery) -> str:
 
 
 def delivery_in(entry: str) -> str:
-    """The name of the delivery that an entry leads to."""
+    """The name of the delivery of a due entry."""
     return entry.partition("/")[2]
 
 

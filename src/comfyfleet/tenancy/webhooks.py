@@ -1,7 +1,7 @@
-"""Standing webhooks and the secrets that sign deliveries, in the store's cabinet: every hub on a store has the same.
+"""Webhook subscriptions and signing secrets, in the document store that all hubs share.
 
-Both belong to a tenant, or to the hub itself (no owner). Which URLs may be called is `net/url_guard.py`'s, what is
-delivered the book's in `webhook_outbox.py`.
+Each belongs to a tenant or, without owner, to the hub. `net/url_guard.py` decides which URLs are allowed;
+`webhook_outbox.py` has the deliveries.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _PREFIX = "wh_"
 _TRIES = 20
 
 MAX_STANDING = 20
-"""Of one owner: each fact of each of its jobs may be a delivery to each of them."""
+"""For one owner. Every fact of its jobs may become a delivery to each of them."""
 _REMEMBER_S = 2.0
 _MAX_REMEMBERED = 10_000
 
-_Asked = asyncio.Future[tuple[WebhookSubscription, ...]]
+_Request = asyncio.Future[tuple[WebhookSubscription, ...]]
 
 
 class Webhooks:
     def __init__(self, documents: DocumentStore, clock: Clock) -> None:
         self._documents = documents
         self._clock = clock
-        self._known: dict[TenantId | None, tuple[_Asked, float]] = {}
-        """What was asked for or is being asked for, and until when it is good."""
+        self._known: dict[TenantId | None, tuple[_Request, float]] = {}
+        """Cached or running requests, and when they expire."""
 
     async def create(
         self,
@@ -50,13 +50,13 @@ class Webhooks:
         if len(await self.of(owner)) >= MAX_STANDING:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                f"there are {MAX_STANDING} webhooks already, and no more are kept: delete one first",
+                f"there are {MAX_STANDING} webhooks already, which is the maximum: delete one first",
             )
         now = self._clock.now()
         webhook_id = f"{_beginning(owner)}{int(now * 1000):012x}{secrets.token_hex(6)}"
         made = WebhookSubscription(webhook_id, url, now, owner, events, name)
         if not await self._documents.put(_WEBHOOKS, webhook_id, msgspec.json.encode(made), version=0):
-            raise Fault("a new webhook's id is taken already; try again")
+            raise Fault("the id of the new webhook is taken; try again")
         self._known.pop(owner, None)
         return made
 
@@ -67,7 +67,7 @@ class Webhooks:
         return None if document is None else msgspec.json.decode(document.body, type=WebhookSubscription)
 
     async def change(self, webhook_id: str, fields: Mapping[str, object]) -> WebhookSubscription | None:
-        """None: there is no such webhook (any more)."""
+        """None: there is no such webhook."""
         for _ in range(_TRIES):
             document = await self._documents.get(_WEBHOOKS, webhook_id)
             if document is None:
@@ -78,16 +78,16 @@ class Webhooks:
             if await self._documents.put(_WEBHOOKS, webhook_id, body, version=document.version):
                 self._known.pop(changed.owner, None)
                 return changed
-        raise Fault("the webhook is being changed by others all the time; try again")
+        raise Fault("the webhook keeps changing at the same time; try again")
 
     async def remove(self, webhook: WebhookSubscription) -> None:
         await self._documents.remove(_WEBHOOKS, webhook.webhook_id)
         self._known.pop(webhook.owner, None)
 
     async def of(self, owner: TenantId | None) -> tuple[WebhookSubscription, ...]:
-        """In the order they were made."""
+        """In order of creation."""
         beginning = _beginning(owner)
-        # One more than are kept: two hubs may have made the last one at once.
+        # Some more than the maximum: two hubs may have created the last one at once.
         page = await self._documents.listing(_WEBHOOKS, beginning, MAX_STANDING + 10)
         found = (
             msgspec.json.decode(document.body, type=WebhookSubscription)
@@ -97,21 +97,21 @@ class Webhooks:
         return tuple(each for each in found if each.owner == owner)
 
     async def listing(self, after: str = "", limit: int = 100) -> list[WebhookSubscription]:
-        """Everybody's."""
+        """Of all owners."""
         page = await self._documents.listing(_WEBHOOKS, after, limit)
         return [msgspec.json.decode(document.body, type=WebhookSubscription) for document in page]
 
     async def hearing(self, tenant: TenantId) -> tuple[WebhookSubscription, ...]:
-        """Those that hear of a tenant's jobs: its own and the hub's. What another hub changed is known in seconds."""
-        return (*await self._remembered(tenant), *await self._remembered(None))
+        """The webhooks for a tenant's jobs: its own and the hub's. Cached for two seconds."""
+        return (*await self._cached(tenant), *await self._cached(None))
 
-    async def _remembered(self, owner: TenantId | None) -> tuple[WebhookSubscription, ...]:
+    async def _cached(self, owner: TenantId | None) -> tuple[WebhookSubscription, ...]:
         now = self._clock.now()
         asked, until = self._known.get(owner, (None, 0.0))
         if asked is not None and now < until and asked.done() and not _has_failed(asked):
             return asked.result()
         if asked is None or now >= until or asked.done():
-            # One asks for all who come meanwhile: a batch would ask a thousand times.
+            # One request serves all callers meanwhile: a batch would send a thousand.
             asked = asyncio.ensure_future(self.of(owner))
             self._known.pop(owner, None)
             self._known[owner] = (asked, now + _REMEMBER_S)
@@ -122,7 +122,7 @@ class Webhooks:
     # secrets
 
     async def rotate(self, owner: TenantId | None, overlap_s: float, made: str) -> SigningSecret:
-        """A new secret; for so long deliveries are signed with the one before it too."""
+        """Sets a new secret. The old one signs deliveries too for `overlap_s`."""
         now = self._clock.now()
         for _ in range(_TRIES):
             document = await self._documents.get(_SECRETS, _beginning(owner))
@@ -138,14 +138,13 @@ class Webhooks:
             body = msgspec.json.encode(secret)
             if await self._documents.put(_SECRETS, _beginning(owner), body, version=version):
                 return secret
-        raise Fault("the secret is being changed by others all the time; try again")
+        raise Fault("the signing secret keeps changing at the same time; try again")
 
     async def forget_secret(self, owner: TenantId) -> None:
         await self._documents.remove(_SECRETS, _beginning(owner))
 
     async def signing(self, owner: TenantId | None, made: str) -> tuple[str, ...]:
-        """The secrets that sign now, the newest first. Where there is none yet, `made` becomes it: nothing goes out
-        unsigned."""
+        """The valid secrets, newest first. If there is none yet, `made` becomes the first one."""
         first = msgspec.json.encode(SigningSecret(made, self._clock.now()))
         document = await self._documents.get(_SECRETS, _beginning(owner))
         if document is None:
@@ -153,15 +152,15 @@ class Webhooks:
             document = await self._documents.get(_SECRETS, _beginning(owner))
         assert document is not None, "it was there or has just been written"
         kept = msgspec.json.decode(document.body, type=SigningSecret)
-        is_old_good = kept.old_until is not None and self._clock.now() < kept.old_until
-        return (kept.secret, kept.old_secret) if is_old_good and kept.old_secret else (kept.secret,)
+        is_old_valid = kept.old_until is not None and self._clock.now() < kept.old_until
+        return (kept.secret, kept.old_secret) if is_old_valid and kept.old_secret else (kept.secret,)
 
 
-def _has_failed(asked: _Asked) -> bool:
+def _has_failed(asked: _Request) -> bool:
     return asked.cancelled() or asked.exception() is not None
 
 
 def _beginning(owner: TenantId | None) -> str:
-    """What the names of an owner's documents begin with: any text can be a tenant, not any text a name."""
-    told = "hub" if owner is None else hashlib.sha256(f"tenant {owner}".encode()).hexdigest()[:24]
-    return f"{_PREFIX}{told}_"
+    # Tenants may have any name, documents may not: use a hash.
+    name = "hub" if owner is None else hashlib.sha256(f"tenant {owner}".encode()).hexdigest()[:24]
+    return f"{_PREFIX}{name}_"

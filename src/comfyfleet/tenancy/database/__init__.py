@@ -1,4 +1,4 @@
-"""Tenants' databases by their URL: SQLite files and PostgreSQL databases, one set of statements for both."""
+"""Tenant databases in SQLite files or PostgreSQL, with one set of SQL statements for both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comfyfleet.tenancy.database.port import TenantDatabase
 
 
 def open_tenant_database(url: str) -> TenantDatabase:
-    """What it needs beside Python is imported only when its scheme is asked for."""
+    """Imports a database driver only for a URL that needs it."""
     match scheme := urlsplit(url).scheme:
         case "sqlite":
             from comfyfleet.tenancy.database.sqlite import SqliteTenantDatabase
@@ -22,12 +22,12 @@ def open_tenant_database(url: str) -> TenantDatabase:
             except ModuleNotFoundError as error:
                 raise Refusal(
                     RefusalCode.INVALID_REQUEST,
-                    f"a tenant database in PostgreSQL needs {error.name}, which is not installed: "
+                    f"a PostgreSQL tenant database needs {error.name}, which is not installed: "
                     f"{to_install('postgres')}",
                 ) from error
             return PostgresTenantDatabase(url)
-    # Not the whole URL: it may hold a password.
+    # Do not show the whole URL: it may contain a password.
     raise Refusal(
         RefusalCode.INVALID_REQUEST,
-        f"there is no tenant database for {scheme!r}: this version knows sqlite: and postgresql:",
+        f"a tenant database URL cannot start with {scheme!r}: use sqlite: or postgresql:",
     )

@@ -1,6 +1,4 @@
-"""The small documents of one tenant in its database: a `DocumentStore` like the stores', seen by nobody but its
-tenant.
-"""
+"""The `DocumentStore` of one tenant, in its tenant database."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from comfyfleet.stores.documents import check_document, check_start, is_name
 from comfyfleet.tenancy.database.executor import Row, SqlExecutor, Work, row, rows
 from comfyfleet.tenancy.database.tenant_export import check_open
 
-_ITS = "tenant = :tenant AND drawer = :collection AND name = :name"
+_THIS_DOCUMENT = "tenant = :tenant AND drawer = :collection AND name = :name"
 _INSERT = (
     "INSERT INTO @documents (tenant, drawer, name, body, version) VALUES (:tenant, :collection, :name, :body, 1) "
     "ON CONFLICT (tenant, drawer, name) DO "
@@ -18,16 +16,16 @@ _INSERT = (
 
 
 class TenantDocumentStore:
-    def __init__(self, carrier: SqlExecutor, tenant: TenantId) -> None:
-        self._carrier = carrier
+    def __init__(self, executor: SqlExecutor, tenant: TenantId) -> None:
+        self._executor = executor
         self._tenant = tenant
 
     async def get(self, collection: str, name: str) -> Document | None:
         if not is_name(name):
             return None
-        found = await self._carrier.read(
+        found = await self._executor.read(
             lambda: row(
-                f"SELECT name, body, version FROM @documents WHERE {_ITS}",
+                f"SELECT name, body, version FROM @documents WHERE {_THIS_DOCUMENT}",
                 tenant=self._tenant,
                 collection=collection,
                 name=name,
@@ -37,14 +35,16 @@ class TenantDocumentStore:
 
     async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
         check_document(collection, name, body)
-        return await self._carrier.transact(lambda: _put(self._tenant, collection, name, body, version))
+        return await self._executor.transact(lambda: _put(self._tenant, collection, name, body, version))
 
     async def remove(self, collection: str, name: str) -> bool:
-        return is_name(name) and await self._carrier.transact(lambda: _remove(self._tenant, collection, name))
+        return is_name(name) and await self._executor.transact(
+            lambda: _remove(self._tenant, collection, name)
+        )
 
     async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]:
         check_start(after)
-        found: list[Row] = await self._carrier.read(
+        found: list[Row] = await self._executor.read(
             lambda: rows(
                 "SELECT name, body, version FROM @documents "
                 "WHERE tenant = :tenant AND drawer = :collection AND name > :after ORDER BY name LIMIT :limit",
@@ -57,7 +57,7 @@ class TenantDocumentStore:
         return [Document(*each) for each in found]
 
     async def collections(self) -> list[str]:
-        found: list[Row] = await self._carrier.read(
+        found: list[Row] = await self._executor.read(
             lambda: rows(
                 "SELECT DISTINCT drawer FROM @documents WHERE tenant = :tenant ORDER BY drawer",
                 tenant=self._tenant,
@@ -74,7 +74,7 @@ def _put(tenant: TenantId, collection: str, name: str, body: bytes, version: int
     else:
         sql = (
             "UPDATE @documents SET version = version + 1, body = :body "
-            f"WHERE {_ITS} AND version = :version RETURNING version"
+            f"WHERE {_THIS_DOCUMENT} AND version = :version RETURNING version"
         )
     values: dict[str, object] = {"tenant": tenant, "collection": collection, "name": name, "body": body}
     if version:
@@ -86,7 +86,7 @@ def _put(tenant: TenantId, collection: str, name: str, body: bytes, version: int
 def _remove(tenant: TenantId, collection: str, name: str) -> Work[bool]:
     yield from check_open(tenant)
     found = yield from row(
-        f"DELETE FROM @documents WHERE {_ITS} RETURNING version",
+        f"DELETE FROM @documents WHERE {_THIS_DOCUMENT} RETURNING version",
         tenant=tenant,
         collection=collection,
         name=name,

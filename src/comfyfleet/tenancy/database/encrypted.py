@@ -1,6 +1,6 @@
-"""A tenant database whose jobs are sealed: any other one, with payloads, results and failures sealed on their way in.
+"""Wraps a tenant database and encrypts payloads, results and failure texts.
 
-The book of credits is plain: an account is compared in the database itself. The keys lie in the central store.
+The ledger is not encrypted: the database compares balances itself. The central store has the keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EncryptedTenantDatabase(EncryptedRecords):
         self._keyring = keyring
 
     def __getattr__(self, name: str) -> Any:
-        # The book, the outbox and whatever else holds nothing of a job's content are the inner database's own.
+        # The ledger, the outbox and all else without job content need no encryption.
         return getattr(self._database, name)
 
     async def open_round(self, opening: RoundStart) -> RoundStarted:
@@ -82,9 +82,11 @@ class EncryptedTenantDatabase(EncryptedRecords):
 
     async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
         found = await self._database.failures_of(job_ids)
-        return {attempt_id: await self._opened_text(attempt_id, text) for attempt_id, text in found.items()}
+        return {
+            attempt_id: await self._decrypted_text(attempt_id, text) for attempt_id, text in found.items()
+        }
 
-    async def _opened_text(self, attempt_id: str, text: FailureText) -> FailureText:
+    async def _decrypted_text(self, attempt_id: str, text: FailureText) -> FailureText:
         job_id = JobId(attempt_id.partition("/")[0])
         tenant = await self._tenant_of(HoldId(job_id, 1))
         if tenant is None:
@@ -102,7 +104,7 @@ class EncryptedTenantDatabase(EncryptedRecords):
             try:
                 result = await self._cipher.opened_result(job.tenant, job.job_id, result)
             except DecryptionFailed:
-                # The round ends all the same, and is settled: what it left stays as unreadable as its payload is.
+                # Settle the round all the same, without its result.
                 result = None
         return msgspec.structs.replace(found, job=job, result=result)
 

@@ -1,8 +1,6 @@
-"""What carries out work on one database: a SQLite file or PostgreSQL, each in its own folder.
+"""Transactions as generators that yield SQL statements and receive rows, for SQLite and PostgreSQL.
 
-A transaction as a value: statements are given out, rows come back, whatever database carries them out.
-
-Statements are written once, in the tongue both databases speak: `:name` stands for a value, `@name` for a table.
+In a statement, `:name` stands for a value and `@name` for a table.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ Statement = tuple[str, Mapping[str, Any]]
 _Answer = TypeVar("_Answer")
 
 Work = Generator[Statement, list[Row], _Answer]
-"""Raises to take everything back."""
+"""An exception rolls the transaction back."""
 
 
 def rows(sql: str, **values: Any) -> Work[list[Row]]:
@@ -31,7 +29,7 @@ def row(sql: str, **values: Any) -> Work[Row | None]:
 
 @lru_cache(maxsize=256)
 def for_sqlite(sql: str) -> str:
-    # A transaction that writes has the whole file: there are no rows to lock.
+    # A writing transaction locks the whole file, not rows.
     return re.sub(r" FOR (KEY SHARE|UPDATE)\b", "", sql).replace("@", "")
 
 
@@ -41,17 +39,17 @@ def for_postgres(sql: str) -> str:
 
 
 SCHEMA = "comfyfleet_tenants"
-"""Of its own, so that a tenant database may lie in the same database as a store."""
+"""A separate schema, so a tenant database and a store can share one PostgreSQL database."""
 
 
 class SqlExecutor(Protocol):
     async def open(self) -> None: ...
     async def close(self) -> None: ...
     async def transact(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        """In one transaction. Begun anew where others were in the way."""
+        """Runs one transaction, again after a conflict."""
 
     async def read(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        """What changes nothing. Each of its questions is answered as of its own moment …"""
+        """Runs reads. Each statement may see a different moment."""
 
     async def snapshot(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        """… and here all of them as of one."""
+        """Runs reads that all see the same moment."""

@@ -1,4 +1,4 @@
-"""The book in the database: every change of an account goes through `post`, which is guarded and leaves its entry."""
+"""SQL of the credit ledger. Every change of an account goes through `post`, which also writes a posting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from comfyfleet.tenancy.database import tenant_export
 from comfyfleet.tenancy.database.executor import Row, Work, row, rows
 from comfyfleet.tenancy.database.port import MAX_LEDGER, PostingResult
 
-# One statement compares and changes: of two spends at the same instant, the second compares with what the first left.
+# One statement compares and changes, so two simultaneous spends cannot overdraw the account.
 _MOVE_CREDITS = """
 UPDATE @accounts SET balance = balance + :balance, held = held + :held
 WHERE tenant = :tenant AND balance + :balance - held - :held >= 0 AND fence IS NULL RETURNING balance
@@ -71,7 +71,7 @@ _SETTLEMENT = "SELECT s.job_id, s.round, s.outcome, s.consumed, s.at, s.note FRO
 
 
 class RolledBack(Exception):
-    """Raised inside a transaction: nothing of it stays, and this is the answer."""
+    """Raised inside a transaction to roll it back and answer `outcome`."""
 
     def __init__(self, outcome: PostingResult) -> None:
         super().__init__(outcome)
@@ -79,18 +79,17 @@ class RolledBack(Exception):
 
 
 def post(posting: Posting) -> Work[None]:
-    """Takes everything back if the account does not cover it, or if it was posted before."""
+    """Rolls back if the account does not cover it or it was posted before."""
     yield from rows(
         "INSERT INTO @accounts (tenant, balance, held) VALUES (:tenant, 0, 0) ON CONFLICT DO NOTHING",
         tenant=posting.tenant,
     )
     change = {"tenant": posting.tenant, "balance": posting.balance, "held": posting.held}
     named = {"tenant": posting.tenant, "kind": posting.kind.value, "reference": posting.reference}
-    # The account first: it stays locked to the end, so the numbers of a tenant's postings are in the order of commits,
-    # and nobody who reads on behind a number misses one.
+    # Lock the account first: then posting numbers are in commit order, and paging readers miss none.
     if (yield from row(_MOVE_CREDITS, **change)) is None:
         yield from tenant_export.check_open(posting.tenant)
-        # A repeat of something that was posted is known, whether or not the account would cover it again.
+        # A repeated posting is known even if the account could not cover it again.
         raise RolledBack((yield from _repeated(posting, named)) or PostingResult.SHORT)
     entered = yield from row(
         _POST,
@@ -105,7 +104,7 @@ def post(posting: Posting) -> Work[None]:
 
 
 def _repeated(posting: Posting, named: dict[str, str]) -> Work[PostingResult | None]:
-    """The same entry, or another one under its name; None if there is none."""
+    """KNOWN: the same posting exists. REFUSED: a different one has its reference. None: neither."""
     found = yield from row(_POSTED, **named)
     if found is None:
         return None
@@ -125,8 +124,7 @@ def insert_hold(hold: Hold) -> Work[None]:
     yield from rows(
         "INSERT INTO @holds (job_id, round, tenant, amount, at, is_settled) "
         "VALUES (:job_id, :round, :tenant, :amount, :at, false)",
-        job_id=hold.hold_id.job_id,
-        round=hold.hold_id.round,
+        **hold.hold_id._asdict(),
         tenant=hold.tenant,
         amount=hold.amount,
         at=hold.at,
@@ -134,11 +132,10 @@ def insert_hold(hold: Hold) -> Work[None]:
 
 
 def insert_settlement(settlement: Settlement, hold: Hold, phase: Phase) -> Work[bool]:
-    """False: it is settled, whoever was quicker."""
+    """False: it is settled already."""
     inserted = yield from row(
         _SETTLE,
-        job_id=hold.hold_id.job_id,
-        round=hold.hold_id.round,
+        **hold.hold_id._asdict(),
         amount=hold.amount,
         outcome=settlement.outcome.value,
         phase=phase.value,
@@ -150,8 +147,7 @@ def insert_settlement(settlement: Settlement, hold: Hold, phase: Phase) -> Work[
         return False
     yield from rows(
         "UPDATE @holds SET is_settled = true WHERE job_id = :job_id AND round = :round",
-        job_id=hold.hold_id.job_id,
-        round=hold.hold_id.round,
+        **hold.hold_id._asdict(),
     )
     return True
 
@@ -159,17 +155,14 @@ def insert_settlement(settlement: Settlement, hold: Hold, phase: Phase) -> Work[
 def hold(hold_id: HoldId) -> Work[Hold | None]:
     found = yield from row(
         "SELECT job_id, round, tenant, amount, at FROM @holds WHERE job_id = :job_id AND round = :round",
-        job_id=hold_id.job_id,
-        round=hold_id.round,
+        **hold_id._asdict(),
     )
     return None if found is None else _hold(found)
 
 
 def settlement(hold_id: HoldId) -> Work[Settlement | None]:
     found = yield from row(
-        f"{_SETTLEMENT} WHERE s.job_id = :job_id AND s.round = :round",
-        job_id=hold_id.job_id,
-        round=hold_id.round,
+        f"{_SETTLEMENT} WHERE s.job_id = :job_id AND s.round = :round", **hold_id._asdict()
     )
     return None if found is None else _settlement(found)
 
@@ -182,7 +175,7 @@ def open_holds(before: float, limit: int) -> Work[list[Hold]]:
 
 
 def grant(given: CreditGrant, posting: Posting | None) -> Work[PostingResult]:
-    assert (posting is None) == (given.state is GrantState.PENDING), "what is pending is not posted"
+    assert (posting is None) == (given.state is GrantState.PENDING), "only a pending grant has no posting"
     yield from tenant_export.check_open(given.tenant)
     inserted = yield from row(
         _GRANT,
@@ -195,7 +188,7 @@ def grant(given: CreditGrant, posting: Posting | None) -> Work[PostingResult]:
     )
     if inserted is None:
         found = yield from row(_KNOWN_GRANT, tenant=given.tenant, grant_id=given.grant_id)
-        # What was pending may have been decided since; what is to be granted now must have been granted.
+        # A pending grant may have been decided since; an immediate one must have been granted.
         is_same = found is not None and found[1] == given.amount
         is_same = is_same and (posting is None or found == (GrantState.GRANTED.value, given.amount))
         return PostingResult.KNOWN if is_same else PostingResult.REFUSED
@@ -225,7 +218,7 @@ def void(tenant: TenantId, grant_id: str) -> Work[PostingResult]:
 
 
 def adjust(posting: Posting) -> Work[PostingResult]:
-    assert posting.kind is PostingKind.ADJUST, "every other posting has a cause of its own"
+    assert posting.kind is PostingKind.ADJUST, "other postings have their own functions"
     yield from post(posting)
     return PostingResult.DONE
 
@@ -248,7 +241,7 @@ def ledger(tenant: TenantId) -> Work[Ledger]:
     if len(postings) > MAX_LEDGER:
         raise Refusal(
             RefusalCode.TOO_LARGE,
-            f"the book of tenant {tenant} has more than {MAX_LEDGER} postings; read it page by page",
+            f"the ledger of tenant {tenant} has more than {MAX_LEDGER} postings; read its statement page by page",
         )
     holds = yield from rows(
         "SELECT job_id, round, tenant, amount, at FROM @holds WHERE tenant = :tenant ORDER BY at, job_id",

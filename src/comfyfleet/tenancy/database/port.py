@@ -1,8 +1,7 @@
-"""The port of tenants' databases: jobs with payload and result, rounds with their outbox, the book of credits.
+"""The port of tenant databases: jobs with payload and result, rounds with their outbox, the credit ledger.
 
-One database may serve many tenants. It keeps what policy made and guards it in the same write; it decides nothing.
-Each method is one transaction, whole or not at all, and may be repeated: what is known already is answered, not done
-again. The steps S1 … T2 are those of `docs/ledger.md`.
+One database can serve many tenants. It stores and guards what policy decides. Each method is one transaction
+and may be repeated. `docs/ledger.md` explains the steps S1 … T2.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from comfyfleet.ports import DocumentStore, Records
 
 MAX_PAGE = 1_000
 MAX_LEDGER = 100_000
-"""So many postings a book may have to be read as a whole."""
-
+"""The most postings that `ledger` reads."""
 
 Row = tuple[Any, ...]
 PARTS = (
@@ -52,82 +50,80 @@ PARTS = (
     "runs",
     "documents",
 )
-"""What a database has of a tenant, in the order in which it moves."""
+"""The tables of a tenant, in the order of a relocation."""
 
 
 class PostingResult(StrEnum):
-    """What became of an entry."""
-
     DONE = "done"
     KNOWN = "known"
-    """It was made before, and nothing was changed."""
+    """It exists already; nothing changed."""
     SHORT = "short"
-    """The account does not cover it, and nothing was changed."""
+    """The account does not cover it; nothing changed."""
     REFUSED = "refused"
-    """It does not fit what is there (a round before the last one ended, a grant that is void); nothing was changed."""
+    """It conflicts with existing rows (a round is open, a grant is void); nothing changed."""
 
 
 class AccountFrozen(Fault):
-    """Nothing is written for this tenant here: it is on its way to another pool, or was here once."""
+    """The database refuses writes: the tenant is being moved or deleted, or has left."""
 
     def __init__(self, tenant: TenantId) -> None:
         super().__init__(
-            f"tenant {tenant!r} is being moved to another pool, or deleted, and nothing is written for it meanwhile: "
+            f"tenant {tenant!r} is being moved to another database or deleted, so nothing can be written for it: "
             "try again in a moment"
         )
 
 
 class RoundStart(msgspec.Struct, frozen=True):
-    """One round of a job that is to begin: S1."""
+    """Starts a round of a job: S1."""
 
     job: Job
     hold: Hold
     posting: Posting
     dispatch: Dispatch
-    """What the relay brings to the central store."""
+    """For the central store."""
     price: Price | None = None
-    """What the round will be charged by, whatever the price is then."""
+    """The price of this round, even if it changes later."""
 
 
 class RoundStarted(msgspec.Struct, frozen=True):
     outcome: PostingResult
     account: Account
     job: Job | None = None
-    """As it is kept now. Of a known one, the one that has this id or reference."""
+    """The stored job with this id or reference."""
 
 
 class RoundEnd(msgspec.Struct, frozen=True):
-    """The end of a round as the central store committed it: T1."""
+    """Ends a round as in the central store: T1."""
 
     event_id: str
-    """Of the central store's outbox entry: a second copy is known by it."""
+    """Identifies repeats."""
     settlement: Settlement
     posting: Posting
     phase: Phase
     changes: dict[str, Any] = {}
-    """New values for the job's record, its result among them."""
+    """New values for the job's record, including its result."""
     run: RunEntry | None = None
-    """What it took, for whoever accounts for it."""
+    """What the round used, for usage reports."""
 
 
 class RoundEnded(msgspec.Struct, frozen=True):
     outcome: PostingResult
     settlement: Settlement | None
-    """The one that stands. None: there is no such hold, or the event was another's."""
+    """The valid settlement. None: there is no such hold, or the event id belongs to another."""
 
 
 class OpenRound(msgspec.Struct, frozen=True):
-    """What it takes to settle a round."""
+    """All that is needed to settle a round."""
 
     hold: Hold
     price: Price | None
     job: Job
     result: JobResult | None
-    """What the attempt that is asked for left here before it was reported."""
+    """The staged result of the given attempt."""
 
 
 class OutboxEntry(msgspec.Struct, frozen=True):
-    """An open round and what is to be in the central store for it."""
+    """An open round and its dispatch for the central store."""
 
     hold_id: HoldId
     tenant: TenantId
@@ -137,131 +133,124 @@ class OutboxEntry(msgspec.Struct, frozen=True):
 
 class TenantDatabase(Records, Protocol):
     async def open(self) -> None:
-        """Connects and migrates. Called once, before anything else."""
+        """Connects and migrates. Call this once, first."""
 
     async def close(self) -> None: ...
     def documents(self, tenant: TenantId) -> DocumentStore:
-        """Small documents of this tenant alone: the records of its files."""
+        """The documents of this tenant, such as file records."""
 
-    # the protocol
+    # rounds
     async def open_round(self, opening: RoundStart) -> RoundStarted:
-        """S1: the job (or its next round), the hold and the outbox entry, if the account covers it."""
+        """S1: writes the job (or its next round), the hold and the outbox entry, if the account covers it."""
 
     async def outbox(self, *, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
-        """Open rounds in the order of their ids: for the relay those not sent, for the reconciler the others."""
+        """Open rounds by id: the relay reads the unsent ones, the reconciler the sent ones."""
 
     async def count_open(self, tenant: TenantId, most: int) -> int:
-        """How many rounds of a tenant are open; counting ends at `most`."""
+        """Counts a tenant's open rounds, up to `most`."""
 
     async def mark_sent(self, hold_id: HoldId) -> bool:
-        """S3. False: it is closed, or its tenant's book is, or it was never there."""
+        """S3. False: the round is unknown or has ended, or the account is frozen."""
 
     async def send_again(self, hold_id: HoldId) -> bool:
-        """The central store does not know an open round any more. False: it is not open."""
+        """Puts a round that the central store has lost back into the outbox. False: it is not open."""
 
     async def leasable(self, hold_id: HoldId) -> Job | None:
-        """L2: the job with its payload, if this round of it goes on and its hold is held."""
+        """L2: the job with its payload, if this round is open and not settled."""
 
     async def put_payload(self, hold_id: HoldId, payload: Submission) -> bool:
-        """What was to be found out while the job waited is known now. False: the round is not open."""
+        """Replaces the payload. False: the round is not open."""
 
     async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
-        """Before K: what an attempt is about to report. It counts for nothing until the round ends with this attempt,
-        and goes with the end of the round. False: the round is not open here."""
+        """Before K: saves a result that counts if the round ends with this attempt. False: the round is not open."""
 
     async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
-        """Before the central store hears that an attempt failed; it stays as long as the job. False: the round is not
-        open here."""
+        """Call this before reporting the failure to the central store. False: the round is not open."""
 
     async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
-        """By attempt, of all rounds."""
+        """By attempt id, of all rounds."""
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
-        """Before T1. None: it has ended, or was never there."""
+        """Before T1. None: the round has ended or is unknown."""
 
     async def end_round(self, ending: RoundEnd) -> RoundEnded:
-        """T1: settles the hold, ends the round, closes its outbox entry, all of it once."""
+        """T1: settles the hold, ends the round and closes its outbox entry."""
 
     async def phases(self, hold_ids: Sequence[HoldId]) -> dict[HoldId, Phase | None]:
-        """How rounds ended; None for one that is open. A round that was never here is not in the answer."""
+        """How rounds ended; None: it is open. Leaves out unknown rounds."""
 
     async def forget_events(self, before: float, limit: int) -> int:
-        """Of the inbox; the settlements stay, so a copy that comes later still than that changes nothing either."""
+        """Deletes old inbox entries. Settlements stay, so a very late repeat still changes nothing."""
 
     async def ended_jobs(self, phase: Phase, before: float, limit: int) -> list[JobId]:
-        """Those that ended so, and before then, the oldest first."""
+        """The oldest first."""
 
     async def forget_jobs(self, job_ids: Sequence[JobId], before: float) -> int:
-        """With payload, result and reference, those of them that ended before then and whose tenant's book is open.
-        Rounds, holds, settlements and postings stay."""
+        """Deletes jobs that ended before `before`, unless the account is frozen. Ledger and rounds stay."""
 
     # records
-    async def get_many(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Job]:
-        """Those that are there."""
+    async def get_many(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Job]: ...
 
-    # the book
+    # ledger
     async def hold(self, hold_id: HoldId) -> Hold | None: ...
     async def settlement(self, hold_id: HoldId) -> Settlement | None: ...
     async def open_holds(self, before: float, limit: int) -> list[Hold]:
-        """Those made before then that are not settled, the oldest first."""
+        """Unsettled holds, the oldest first."""
 
     async def account(self, tenant: TenantId) -> Account: ...
     async def grant(self, grant: CreditGrant, posting: Posting | None) -> PostingResult:
-        """A pending one comes without a posting."""
+        """A pending grant has no posting."""
 
     async def confirm(self, posting: Posting) -> PostingResult:
-        """A pending grant, named by the posting, is granted."""
+        """Grants the pending grant that the posting names."""
 
     async def void(self, tenant: TenantId, grant_id: str) -> PostingResult:
-        """A pending grant comes to nothing."""
+        """Cancels a pending grant."""
 
     async def adjust(self, posting: Posting) -> PostingResult: ...
     async def grant_of(self, tenant: TenantId, grant_id: str) -> CreditGrant | None: ...
     async def grants(
         self, tenant: TenantId, *, after: tuple[float, str] | None, limit: int
     ) -> list[CreditGrant]:
-        """In the order of their times, and then of their ids, behind that one."""
+        """Ordered by time and id."""
 
     async def receipts(self, tenant: TenantId, job_id: JobId, *, limit: int) -> list[Receipt]:
         """The newest rounds of a job, the oldest of them first."""
 
     async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
-        """Postings in their order, behind that number."""
+        """Postings after that number."""
 
     async def account_at(self, tenant: TenantId, number: int) -> Account:
-        """What the postings up to that number add up to; what is pending is not among them."""
+        """The sum of the postings up to that number, without pending grants."""
 
     async def runs(self, tenant: TenantId, *, after: int, limit: int) -> list[RunEntry]:
-        """What ended rounds took, in their order, behind that number."""
+        """What ended rounds used, after that number."""
 
     async def usage(
         self, tenant: TenantId | None, *, since: float, until: float, by: Collection[UsageBy], limit: int
     ) -> list[UsageLine]:
-        """What rounds that ended in that time took, added up; of everybody unless a tenant is named."""
+        """Sums over the rounds that ended in that time; `tenant` None: of all tenants."""
 
     async def ledger(self, tenant: TenantId) -> Ledger:
-        """Everything, as of one moment, for whoever checks it. Refused if there is too much of it."""
+        """The whole ledger in one snapshot. Refused if it has more than `MAX_LEDGER` postings."""
 
-    # coming and going; the fence is a number that grows with each attempt
-    async def create_account(self, tenant: TenantId) -> None:
-        """For a tenant that is set up here."""
-
+    # relocation and deletion; the fence is a number that grows with each attempt
+    async def create_account(self, tenant: TenantId) -> None: ...
     async def freeze_account(self, tenant: TenantId, fence: int) -> bool:
-        """Nothing more is written for it: others get `AccountFrozen`. False: somebody came with a newer fence."""
+        """From now on writes raise `AccountFrozen`. False: a newer fence has frozen it."""
 
     async def unfreeze_account(self, tenant: TenantId, fence: int) -> bool:
-        """Its account is the sum of its postings. False: it is not closed by this fence (any more)."""
+        """Sets the account to the sum of its postings. False: this fence does not hold it."""
 
     async def has_account(self, tenant: TenantId) -> bool:
-        """Open, closed or empty: whether it was ever set up here. Who lives in this database has one."""
+        """Also True for a frozen account. Every tenant of this database has one."""
 
     async def fence_of(self, tenant: TenantId) -> int | None: ...
     async def rows_of(self, tenant: TenantId, part: str, *, after: Row | None, limit: int) -> list[Row]:
-        """Those of one of `PARTS` behind a row, in the order of their keys, to be taken in elsewhere as they are."""
+        """A page of one of `PARTS`, ordered by key, for `take_rows` of another database."""
 
     async def take_rows(self, tenant: TenantId, fence: int, part: str, rows: Sequence[Row]) -> bool:
-        """Those that are here already stay. False: the book is not closed by this fence (any more)."""
+        """Keeps rows that exist already. False: this fence does not hold the account."""
 
     async def erase(self, tenant: TenantId, fence: int, limit: int) -> int | None:
-        """Some of its rows; 0: none is left but the closed account, so that nothing that comes late is written. None:
-        the book is not closed by this fence (any more)."""
+        """Deletes some rows; 0: only the frozen account is left. None: this fence does not hold the account."""

@@ -1,13 +1,13 @@
-"""The databases that tenants are assigned to, by the names an operator gave them.
+"""The tenant databases of a hub, by name. Each is opened when it is first needed.
 
-Each is opened when it is first asked for. One that is away answers so at once, and one caller a second asks again: a
-database that nobody can reach, or that does not answer, costs those who do not need it nothing.
+Calls to an unreachable database fail at once, and one call a second tries again, so it does not delay other
+tenants.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any, cast
 
@@ -19,13 +19,13 @@ from comfyfleet.tenancy.database.port import AccountFrozen, TenantDatabase
 
 DEFAULT_POOL = "default"
 ANSWER_S = 10.0
-"""A database that takes longer is away, whatever it is doing."""
+"""A database that takes longer counts as unreachable."""
 _RETRY_S = 1.0
 
 
 class TenantDatabases:
-    """`open_database` makes one from its address; it is opened here. What is put `around` it is not watched: a key that
-    one tenant misses does not make the database away for others."""
+    """`open_database` builds a database from its URL, and `around` wraps it. Only faults of the database itself make
+    it unreachable, not a tenant's missing encryption key in the wrapper."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class TenantDatabases:
         self._asked: dict[str, None] = {}
         self._away: dict[str, tuple[ComfyFleetError, float]] = {}
         self._ledgers: set[tuple[str, TenantId]] = set()
-        """That were seen: a book that was begun stays."""
+        """Accounts that are known to exist."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ class TenantDatabases:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Those that somebody needed."""
+        """The names that were used so far."""
         return tuple(self._asked)
 
     def check(self, name: str) -> str:
@@ -58,41 +58,40 @@ class TenantDatabases:
             known = ", ".join(sorted(self._urls)) or "none"
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                f"there is no pool {name!r} here (there is {known}); pools are set up in the hub's settings, "
-                'in the table [pools], as NAME = "sqlite:///…" or "postgresql://…"',
+                f"there is no tenant database {name!r} here (known: {known}); add it to the hub's settings, in the "
+                'table [pools], as NAME = "sqlite:///…" or "postgresql://…"',
             )
         return name
 
     async def get(self, name: str) -> TenantDatabase:
-        """Raises `Fault` while it cannot be reached."""
+        """Raises `Fault` while it is unreachable."""
         if name not in self._urls:
-            # Set up at another hub only, or taken out of the settings: an operator's mistake, not the caller's.
+            # A fault, not a refusal: the operator must correct the settings, not the caller.
             raise Fault(
-                f"the pool {name!r} is not in this hub's settings: add it to [pools], as at the other hubs"
+                f"the tenant database {name!r} is not in this hub's settings: add it to [pools], as at the other hubs"
             )
         self._asked[name] = None
         opening = self._opening.get(name)
         if opening is None:
-            self._check_there(name)
+            self._check_reachable(name)
             opening = self._opening[name] = asyncio.create_task(self._open(name), name=f"pool {name}")
         return await asyncio.shield(opening)
 
     async def of(self, tenant: Tenant) -> TenantDatabase:
-        """The one it lives in. Raises `Fault` while that cannot be reached, and where it is another one: to that all
-        jobs of the tenant are unknown, and unknown jobs are ended."""
+        """Raises `Fault` while it is unreachable or does not know the tenant: from a wrong database it would follow
+        that all jobs of the tenant are unknown, and unknown jobs are ended."""
         database = await self.get(tenant.pool)
         if (tenant.pool, tenant.tenant_id) not in self._ledgers:
             if not await database.has_account(tenant.tenant_id):
                 raise Fault(
-                    f"the database of pool {tenant.pool!r} does not know tenant {tenant.tenant_id!r}, who lives there: "
-                    "see whether its address in [pools] is the one that the other hubs have, and whether it was set "
-                    "back to an older state"
+                    f"the tenant database {tenant.pool!r} does not know tenant {tenant.tenant_id!r}: check that its "
+                    "URL in [pools] is the same at all hubs, and that it was not restored from an older backup"
                 )
             self._ledgers.add((tenant.pool, tenant.tenant_id))
         return database
 
     async def opened(self) -> list[tuple[str, TenantDatabase]]:
-        """Of those that somebody needed, all that can be reached now."""
+        """Those that were used so far and are reachable now."""
         names = tuple(self._asked)
         answers = await asyncio.gather(*map(self.get, names), return_exceptions=True)
         found = []
@@ -104,15 +103,16 @@ class TenantDatabases:
         return found
 
     def is_away(self, name: str) -> bool:
-        """Whether the last that was asked of it could not be answered."""
+        """Whether the last call to it failed."""
         return name in self._away
 
     async def close(self) -> None:
         openings, self._opening = self._opening, {}
         for opening in openings.values():
             opening.cancel()
-        for database in await _settled(openings.values()):
-            await database.close()
+        for opened in await asyncio.gather(*openings.values(), return_exceptions=True):
+            if not isinstance(opened, BaseException):
+                await opened.close()
 
     async def _open(self, name: str) -> TenantDatabase:
         database = self._open_database(self._urls[name])
@@ -128,24 +128,24 @@ class TenantDatabases:
         watched = cast(TenantDatabase, _Watched(database, name, self))
         return watched if self._around is None else self._around(watched)
 
-    def _check_there(self, name: str) -> None:
+    def _check_reachable(self, name: str) -> None:
         fault, again_at = self._away.get(name, (None, float("-inf")))
         if fault is None:
             return
         if self._clock.monotonic() < again_at:
             raise Fault(str(fault)) from fault
-        # Whoever comes now finds out; nobody else waits for it.
+        # This call tries again; calls during the next second do not wait for it.
         self.note_away(name, fault)
 
     def note_away(self, name: str, error: ComfyFleetError) -> None:
         self._away[name] = (error, self._clock.monotonic() + _RETRY_S)
 
     async def watched(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        self._check_there(name)
+        self._check_reachable(name)
         try:
             answer = await _answered(name, work())
         except AccountFrozen:
-            # One tenant's; the database is there.
+            # One tenant is frozen; the database is reachable.
             self._away.pop(name, None)
             raise
         except Fault as fault:
@@ -156,7 +156,7 @@ class TenantDatabases:
 
 
 class _Watched:
-    """A database, or a tenant's documents in it, whose faults are noted. Whatever it is asked, that is what answers."""
+    """Passes calls on to a database, or to a tenant's documents in it, and notes their faults."""
 
     def __init__(self, database: TenantDatabase | DocumentStore, name: str, pools: TenantDatabases) -> None:
         self._database = database
@@ -164,7 +164,6 @@ class _Watched:
         self._pools = pools
 
     def documents(self, tenant: TenantId) -> DocumentStore:
-        """Its documents are in the same database, and as long in coming."""
         documents = cast(TenantDatabase, self._database).documents(tenant)
         return cast(DocumentStore, _Watched(documents, self._name, self._pools))
 
@@ -177,13 +176,13 @@ class _Watched:
         async def watched(*args: Any, **named: Any) -> Any:
             return await self._pools.watched(self._name, lambda: method(*args, **named))
 
-        # Found by Python itself from now on.
+        # Python finds it directly from now on.
         self.__dict__[name] = watched
         return watched
 
 
 async def _answered(name: str, work: Coroutine[Any, Any, Any]) -> Any:
-    """In a task of its own: a driver that is told to give up may go on waiting for its server."""
+    """Runs in its own task: a driver may keep waiting for its server after it was cancelled."""
     asking = asyncio.create_task(work)
     try:
         await asyncio.wait((asking,), timeout=ANSWER_S)
@@ -193,18 +192,13 @@ async def _answered(name: str, work: Coroutine[Any, Any, Any]) -> Any:
     if not asking.done():
         _give_up(asking)
         raise Fault(
-            f"the database of pool {name!r} did not answer within {ANSWER_S:g} s, and whether it did what it was asked "
-            "is not known; see whether it is stopped, or has more to do than it can"
+            f"the tenant database {name!r} did not answer within {ANSWER_S:g} s, and it is unknown whether the call "
+            "took effect; check whether it is stopped or overloaded"
         )
     return asking.result()
 
 
 def _give_up(asking: asyncio.Task[Any]) -> None:
     asking.cancel()
-    # Nobody else will hear what becomes of it.
+    # Retrieve its exception, or asyncio logs it.
     asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-
-async def _settled(openings: Iterable[asyncio.Task[TenantDatabase]]) -> list[TenantDatabase]:
-    answers = await asyncio.gather(*openings, return_exceptions=True)
-    return [each for each in answers if not isinstance(each, BaseException)]

@@ -1,7 +1,4 @@
-"""What is asked of the book by people: grants, what each round of a job cost, what was used by whom.
-
-What workers reported of attempts that failed, in the servers' own words. Each function is one transaction.
-"""
+"""SQL of ledger reports (grants, receipts, usage) and of failure texts."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from comfyfleet.tenancy.database.executor import Row, Work, row, rows
 from comfyfleet.tenancy.database.rounds import check_open
 
 _prices: msgspec.json.Decoder[Price] = msgspec.json.Decoder(Price)
+_texts = msgspec.msgpack.Decoder(FailureText)
 
 _GRANTS = "SELECT grant_id, tenant, amount, at, state, note FROM @grants WHERE tenant = :tenant"
 _RECEIPTS = """
@@ -36,13 +34,11 @@ LEFT JOIN @settlements s ON s.job_id = r.job_id AND s.round = r.round
 LEFT JOIN @runs u ON u.job_id = r.job_id AND u.round = r.round
 WHERE r.job_id = :job_id AND r.tenant = :tenant ORDER BY r.round DESC LIMIT :limit
 """
-
-
 _COLUMNS: dict[UsageBy, str] = {
     "tenant": "tenant",
     "workflow": "workflow_hash",
     "worker": "worker_id",
-    # To the millisecond, in whole numbers: the databases divide those alike.
+    # In whole milliseconds, because both databases divide integers alike.
     "day": "CAST(at * 1000 AS BIGINT) / 86400000",
 }
 _SUMS = """
@@ -114,7 +110,7 @@ def _grant(found: Row) -> CreditGrant:
 
 
 def _receipt(found: Row) -> Receipt:
-    job_id, number, phase, opened_at, held, price, ended_at, outcome, consumed, note, worker_id, *took = found
+    job_id, number, phase, opened_at, held, price, ended_at, outcome, consumed, note, worker_id, *used = found
     return Receipt(
         HoldId(JobId(job_id), number),
         phase,
@@ -126,13 +122,11 @@ def _receipt(found: Row) -> Receipt:
         consumed or 0,
         note or "",
         None if worker_id is None else WorkerId(worker_id),
-        took[0] or 0,
-        took[1] or 0,
-        took[2] or "",
+        used[0] or 0,
+        used[1] or 0,
+        used[2] or "",
     )
 
-
-_texts = msgspec.msgpack.Decoder(FailureText)
 
 _KEEP = """
 INSERT INTO @failures (job_id, round, attempt_id, failure, at)
@@ -144,8 +138,8 @@ ON CONFLICT (job_id, round, attempt_id) DO UPDATE SET failure = excluded.failure
 
 def keep_failure(hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> Work[bool]:
     yield from check_open(hold_id)
-    named = {"job_id": hold_id.job_id, "round": hold_id.round, "attempt_id": attempt_id}
-    return (yield from row(_KEEP, **named, failure=pack(text), at=at)) is not None
+    values = {**hold_id._asdict(), "attempt_id": attempt_id, "failure": pack(text), "at": at}
+    return (yield from row(_KEEP, **values)) is not None
 
 
 def failures_of(job_ids: Sequence[JobId]) -> Work[dict[str, FailureText]]:

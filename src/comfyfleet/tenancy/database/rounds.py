@@ -1,4 +1,4 @@
-"""Jobs and their rounds: opened with a hold, sent, ended with a settlement. Each function is one transaction."""
+"""SQL of jobs and their rounds: opened with a hold, sent, ended with a settlement."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INSERT INTO @jobs (job_id, tenant, reference, round, phase, record, payload, res
 VALUES (:job_id, :tenant, :reference, :round, :phase, :record, :payload, NULL)
 ON CONFLICT DO NOTHING RETURNING job_id
 """
-# Only a round that has ended without success is followed by another.
+# A new round can only follow one that failed or was cancelled.
 _REOPEN_JOB = """
 UPDATE @jobs SET round = :round, phase = :phase, record = :record, result = NULL, ended_at = NULL
 WHERE job_id = :job_id AND tenant = :tenant AND round = :round - 1 AND phase IN ('failed', 'cancelled') RETURNING job_id
@@ -62,7 +62,7 @@ ORDER BY job_id, round LIMIT :limit
 _COUNT_OPEN = """
 SELECT count(*) FROM (SELECT 1 FROM @rounds WHERE tenant = :tenant AND phase = 'open' LIMIT :most) AS found
 """
-_MOVE = """
+_SET_OUTBOX = """
 UPDATE @rounds SET outbox = :outbox WHERE job_id = :job_id AND round = :round AND outbox <> 'closed'
 AND NOT EXISTS (SELECT 1 FROM @accounts a WHERE a.tenant = rounds.tenant AND a.fence IS NOT NULL) RETURNING outbox
 """
@@ -106,7 +106,7 @@ _ENDED = """
 SELECT job_id FROM @jobs WHERE phase = :phase AND ended_at IS NOT NULL AND ended_at < :before
 ORDER BY ended_at LIMIT :limit
 """
-# Asked again: a job that goes on by now is not old any more.
+# Checks again: the job may have a new round by now.
 _FORGET_JOB = """
 DELETE FROM @jobs WHERE job_id = :job_id AND ended_at IS NOT NULL AND ended_at < :before RETURNING job_id
 """
@@ -114,11 +114,9 @@ DELETE FROM @jobs WHERE job_id = :job_id AND ended_at IS NOT NULL AND ended_at <
 
 def open_round(opening: RoundStart) -> Work[RoundStarted]:
     job, hold = opening.job, opening.hold
-    assert hold.hold_id == HoldId(job.job_id, job.round), "a round has a hold of its own"
+    assert hold.hold_id == HoldId(job.job_id, job.round), "each round has its hold"
     assert job.tenant == hold.tenant == opening.posting.tenant, "a tenant pays for its own jobs"
-    assert (opening.posting.balance, opening.posting.held) == (0, hold.amount), (
-        "what is posted is what is held"
-    )
+    assert (opening.posting.balance, opening.posting.held) == (0, hold.amount), "the posting holds the amount"
     values = {
         "job_id": job.job_id,
         "tenant": job.tenant,
@@ -151,7 +149,7 @@ def open_round(opening: RoundStart) -> Work[RoundStarted]:
 
 
 def _known(job: Job) -> Work[Job | None]:
-    """By its id, or else by its reference. Another tenant's job is nobody's business."""
+    """By its id or its reference, if it is the same tenant's."""
     known = yield from get(job.job_id)
     if known is None and job.reference is not None:
         known = yield from by_reference(job.tenant, job.reference)
@@ -167,17 +165,17 @@ def end_round(ending: RoundEnd) -> Work[RoundEnded]:
     )
     hold = yield from ledger.hold(hold_id)
     if hold is None:
-        # With the event, which was not taken in: the job may yet come back from a backup.
+        # Roll back the inbox entry too: the job may come back from a backup.
         raise ledger.RolledBack(PostingResult.REFUSED)
     posting = ending.posting
     assert posting.tenant == hold.tenant, "a tenant pays for its own jobs"
     assert (posting.balance, posting.held) == (-settlement.consumed, -hold.amount), (
-        "all that was held is let go"
+        "the posting releases the whole hold"
     )
     if is_new is None or not (yield from ledger.insert_settlement(settlement, hold, ending.phase)):
         return RoundEnded(PostingResult.KNOWN, (yield from ledger.settlement(hold_id)))
     yield from ledger.post(posting)
-    named = {"job_id": hold_id.job_id, "round": hold_id.round, "phase": ending.phase.value}
+    named = {**hold_id._asdict(), "phase": ending.phase.value}
     yield from rows(_END_ROUND, **named, ended_at=settlement.at)
     job = yield from get(hold_id.job_id)
     if job is not None and job.round == hold_id.round:
@@ -192,13 +190,9 @@ def end_round(ending: RoundEnd) -> Work[RoundEnded]:
                 job_id=hold_id.job_id,
                 payload=pack(changed.payload),
             )
-    yield from rows(
-        "DELETE FROM @staged WHERE job_id = :job_id AND round = :round",
-        job_id=hold_id.job_id,
-        round=hold_id.round,
-    )
+    yield from rows("DELETE FROM @staged WHERE job_id = :job_id AND round = :round", **hold_id._asdict())
     if ending.run is not None:
-        # Behind the posting, which holds the account: so these numbers too are in the order of commits.
+        # After the posting, which locks the account: so these numbers are in commit order too.
         yield from rows(_RUN, **_run_values(ending.run))
     return RoundEnded(PostingResult.DONE, settlement)
 
@@ -206,7 +200,7 @@ def end_round(ending: RoundEnd) -> Work[RoundEnded]:
 def _run_values(run: RunEntry) -> dict[str, object]:
     values = msgspec.structs.asdict(run)
     del values["number"], values["hold_id"]
-    return {**values, "job_id": run.hold_id.job_id, "round": run.hold_id.round}
+    return {**values, **run.hold_id._asdict()}
 
 
 def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxEntry]]:
@@ -226,35 +220,34 @@ def count_open(tenant: TenantId, most: int) -> Work[int]:
 
 
 def mark(hold_id: HoldId, state: str) -> Work[bool]:
-    moved = yield from row(_MOVE, outbox=state, job_id=hold_id.job_id, round=hold_id.round)
+    moved = yield from row(_SET_OUTBOX, outbox=state, **hold_id._asdict())
     return moved is not None
 
 
 def leasable(hold_id: HoldId) -> Work[Job | None]:
-    found = yield from row(_OPEN_JOB, job_id=hold_id.job_id, round=hold_id.round)
+    found = yield from row(_OPEN_JOB, **hold_id._asdict())
     return None if found is None else _job(found)
 
 
 def put_payload(hold_id: HoldId, payload: Submission) -> Work[bool]:
-    named = {"job_id": hold_id.job_id, "round": hold_id.round}
     yield from check_open(hold_id)
-    return (yield from row(_PUT_PAYLOAD, **named, payload=pack(payload))) is not None
+    return (yield from row(_PUT_PAYLOAD, **hold_id._asdict(), payload=pack(payload))) is not None
 
 
 def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Work[bool]:
-    named = {"job_id": hold_id.job_id, "round": hold_id.round, "attempt_id": attempt_id}
     yield from check_open(hold_id)
-    return (yield from row(_STAGE, **named, result=pack(result), at=at)) is not None
+    values = {**hold_id._asdict(), "attempt_id": attempt_id, "result": pack(result), "at": at}
+    return (yield from row(_STAGE, **values)) is not None
 
 
 def check_open(hold_id: HoldId) -> Work[None]:
-    found = yield from row(_TENANT, job_id=hold_id.job_id, round=hold_id.round)
+    found = yield from row(_TENANT, **hold_id._asdict())
     if found is not None:
         yield from tenant_export.check_open(TenantId(found[0]))
 
 
 def open_round_of(hold_id: HoldId, attempt_id: str | None) -> Work[OpenRound | None]:
-    named = {"job_id": hold_id.job_id, "round": hold_id.round}
+    named = hold_id._asdict()
     job = yield from leasable(hold_id)
     hold = yield from ledger.hold(hold_id)
     price = yield from row(_PRICE, **named)
@@ -293,20 +286,20 @@ def ended_jobs(phase: Phase, before: float, limit: int) -> Work[list[JobId]]:
 
 
 def forget_jobs(job_ids: Sequence[JobId], before: float) -> Work[int]:
-    forgotten, are_closed = 0, dict[str, bool]()
+    forgotten, is_frozen = 0, dict[str, bool]()
     for job_id in job_ids:
         found = yield from row("SELECT tenant FROM @jobs WHERE job_id = :job_id", job_id=job_id)
         if found is None:
             continue
         (tenant,) = found
-        if tenant not in are_closed:
+        if tenant not in is_frozen:
             try:
                 yield from tenant_export.check_open(tenant)
-                are_closed[tenant] = False
+                is_frozen[tenant] = False
             except AccountFrozen:
-                # Its rows are on their way and must stay as they are; later, wherever they are then.
-                are_closed[tenant] = True
-        if not are_closed[tenant]:
+                # Its rows are being moved and must not change now.
+                is_frozen[tenant] = True
+        if not is_frozen[tenant]:
             gone = len((yield from rows(_FORGET_JOB, job_id=job_id, before=before)))
             if gone:
                 yield from rows("DELETE FROM @failures WHERE job_id = :job_id", job_id=job_id)
@@ -341,7 +334,7 @@ def by_reference(tenant: TenantId, reference: str) -> Work[Job | None]:
 def listing(
     tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None, newest_first: bool
 ) -> Work[list[Job]]:
-    """Ids are ordered in time."""
+    """Job ids are in order of submission."""
     beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
     conditions = ["1 = 1"]
     values: dict[str, object] = {"limit": limit}
@@ -365,7 +358,7 @@ def runs(tenant: TenantId, after: int, limit: int) -> Work[list[RunEntry]]:
 
 
 def _record(job: Job) -> Job:
-    """Without what may be large and has a column of its own."""
+    """Without payload and result, which have their own columns."""
     return msgspec.structs.replace(job, payload=_NO_PAYLOAD, result=None)
 
 

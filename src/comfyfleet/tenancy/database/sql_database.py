@@ -1,4 +1,4 @@
-"""The port of tenants' databases over anything that can carry out a transaction; which one, its own folder says."""
+"""`TenantDatabase` over a `SqlExecutor`, which `sqlite/` and `postgres/` provide."""
 
 from __future__ import annotations
 
@@ -38,88 +38,88 @@ from comfyfleet.tenancy.database.port import (
 
 
 class SqlTenantDatabase:
-    def __init__(self, carrier: SqlExecutor) -> None:
-        self._carrier = carrier
+    def __init__(self, executor: SqlExecutor) -> None:
+        self._executor = executor
 
     async def open(self) -> None:
-        await self._carrier.open()
+        await self._executor.open()
 
     async def close(self) -> None:
-        await self._carrier.close()
+        await self._executor.close()
 
     def documents(self, tenant: TenantId) -> DocumentStore:
-        return TenantDocumentStore(self._carrier, tenant)
+        return TenantDocumentStore(self._executor, tenant)
 
-    # the protocol
+    # rounds
 
     async def open_round(self, opening: RoundStart) -> RoundStarted:
         try:
-            return await self._carrier.transact(lambda: rounds.open_round(opening))
+            return await self._executor.transact(lambda: rounds.open_round(opening))
         except ledger.RolledBack as answer:
             return RoundStarted(answer.outcome, await self.account(opening.job.tenant))
 
     async def outbox(self, *, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
-        return await self._carrier.read(lambda: rounds.outbox(is_sent, after, _page(limit)))
+        return await self._executor.read(lambda: rounds.outbox(is_sent, after, _page(limit)))
 
     async def count_open(self, tenant: TenantId, most: int) -> int:
-        return await self._carrier.read(lambda: rounds.count_open(tenant, most))
+        return await self._executor.read(lambda: rounds.count_open(tenant, most))
 
     async def mark_sent(self, hold_id: HoldId) -> bool:
-        return await self._carrier.transact(lambda: rounds.mark(hold_id, "sent"))
+        return await self._executor.transact(lambda: rounds.mark(hold_id, "sent"))
 
     async def send_again(self, hold_id: HoldId) -> bool:
-        return await self._carrier.transact(lambda: rounds.mark(hold_id, "unsent"))
+        return await self._executor.transact(lambda: rounds.mark(hold_id, "unsent"))
 
     async def leasable(self, hold_id: HoldId) -> Job | None:
-        return await self._carrier.read(lambda: rounds.leasable(hold_id))
+        return await self._executor.read(lambda: rounds.leasable(hold_id))
 
     async def put_payload(self, hold_id: HoldId, payload: Submission) -> bool:
-        return await self._carrier.transact(lambda: rounds.put_payload(hold_id, payload))
+        return await self._executor.transact(lambda: rounds.put_payload(hold_id, payload))
 
     async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
-        return await self._carrier.transact(lambda: rounds.stage(hold_id, attempt_id, result, at))
+        return await self._executor.transact(lambda: rounds.stage(hold_id, attempt_id, result, at))
 
     async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
-        return await self._carrier.transact(lambda: reports.keep_failure(hold_id, attempt_id, text, at))
+        return await self._executor.transact(lambda: reports.keep_failure(hold_id, attempt_id, text, at))
 
     async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
-        assert len(job_ids) <= MAX_PAGE, "a page at a time"
-        return await self._carrier.read(lambda: reports.failures_of(job_ids))
+        assert len(job_ids) <= MAX_PAGE, "at most one page"
+        return await self._executor.read(lambda: reports.failures_of(job_ids))
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
-        return await self._carrier.snapshot(lambda: rounds.open_round_of(hold_id, attempt_id))
+        return await self._executor.snapshot(lambda: rounds.open_round_of(hold_id, attempt_id))
 
     async def end_round(self, ending: RoundEnd) -> RoundEnded:
         try:
-            return await self._carrier.transact(lambda: rounds.end_round(ending))
+            return await self._executor.transact(lambda: rounds.end_round(ending))
         except ledger.RolledBack as answer:
             return RoundEnded(answer.outcome, await self.settlement(ending.settlement.hold_id))
 
     async def phases(self, hold_ids: Sequence[HoldId]) -> dict[HoldId, Phase | None]:
-        assert len(hold_ids) <= MAX_PAGE, "a page at a time"
-        return await self._carrier.read(lambda: rounds.phases(hold_ids))
+        assert len(hold_ids) <= MAX_PAGE, "at most one page"
+        return await self._executor.read(lambda: rounds.phases(hold_ids))
 
     async def forget_events(self, before: float, limit: int) -> int:
-        return await self._carrier.transact(lambda: rounds.forget_events(before, _page(limit)))
+        return await self._executor.transact(lambda: rounds.forget_events(before, _page(limit)))
 
     async def ended_jobs(self, phase: Phase, before: float, limit: int) -> list[JobId]:
-        return await self._carrier.read(lambda: rounds.ended_jobs(phase, before, _page(limit)))
+        return await self._executor.read(lambda: rounds.ended_jobs(phase, before, _page(limit)))
 
     async def forget_jobs(self, job_ids: Sequence[JobId], before: float) -> int:
-        assert len(job_ids) <= MAX_PAGE, "a page at a time"
-        return await self._carrier.transact(lambda: rounds.forget_jobs(job_ids, before))
+        assert len(job_ids) <= MAX_PAGE, "at most one page"
+        return await self._executor.transact(lambda: rounds.forget_jobs(job_ids, before))
 
     # records
 
     async def get(self, job_id: JobId) -> Job | None:
-        return await self._carrier.read(lambda: rounds.get(job_id))
+        return await self._executor.read(lambda: rounds.get(job_id))
 
     async def get_many(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Job]:
-        assert len(job_ids) <= MAX_PAGE, "a page at a time"
-        return await self._carrier.read(lambda: rounds.get_many(job_ids))
+        assert len(job_ids) <= MAX_PAGE, "at most one page"
+        return await self._executor.read(lambda: rounds.get_many(job_ids))
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
-        return await self._carrier.read(lambda: rounds.by_reference(tenant, reference))
+        return await self._executor.read(lambda: rounds.by_reference(tenant, reference))
 
     async def listing(
         self,
@@ -130,93 +130,93 @@ class SqlTenantDatabase:
         after: JobId | None,
         newest_first: bool = False,
     ) -> list[Job]:
-        return await self._carrier.read(
+        return await self._executor.read(
             lambda: rounds.listing(tenant, phase, _page(limit), after, newest_first)
         )
 
-    # the book
+    # ledger
 
     async def hold(self, hold_id: HoldId) -> Hold | None:
-        return await self._carrier.read(lambda: ledger.hold(hold_id))
+        return await self._executor.read(lambda: ledger.hold(hold_id))
 
     async def settlement(self, hold_id: HoldId) -> Settlement | None:
-        return await self._carrier.read(lambda: ledger.settlement(hold_id))
+        return await self._executor.read(lambda: ledger.settlement(hold_id))
 
     async def open_holds(self, before: float, limit: int) -> list[Hold]:
-        return await self._carrier.read(lambda: ledger.open_holds(before, _page(limit)))
+        return await self._executor.read(lambda: ledger.open_holds(before, _page(limit)))
 
     async def account(self, tenant: TenantId) -> Account:
-        return await self._carrier.read(lambda: ledger.account(tenant))
+        return await self._executor.read(lambda: ledger.account(tenant))
 
     async def grant(self, grant: CreditGrant, posting: Posting | None) -> PostingResult:
-        return await self._enter(lambda: ledger.grant(grant, posting))
+        return await self._post(lambda: ledger.grant(grant, posting))
 
     async def confirm(self, posting: Posting) -> PostingResult:
-        return await self._enter(lambda: ledger.confirm(posting))
+        return await self._post(lambda: ledger.confirm(posting))
 
     async def void(self, tenant: TenantId, grant_id: str) -> PostingResult:
-        return await self._enter(lambda: ledger.void(tenant, grant_id))
+        return await self._post(lambda: ledger.void(tenant, grant_id))
 
     async def adjust(self, posting: Posting) -> PostingResult:
-        return await self._enter(lambda: ledger.adjust(posting))
+        return await self._post(lambda: ledger.adjust(posting))
 
     async def grant_of(self, tenant: TenantId, grant_id: str) -> CreditGrant | None:
-        return await self._carrier.read(lambda: reports.grant_of(tenant, grant_id))
+        return await self._executor.read(lambda: reports.grant_of(tenant, grant_id))
 
     async def grants(
         self, tenant: TenantId, *, after: tuple[float, str] | None, limit: int
     ) -> list[CreditGrant]:
-        return await self._carrier.read(lambda: reports.grants(tenant, after, _page(limit)))
+        return await self._executor.read(lambda: reports.grants(tenant, after, _page(limit)))
 
     async def receipts(self, tenant: TenantId, job_id: JobId, *, limit: int) -> list[Receipt]:
-        return await self._carrier.read(lambda: reports.receipts(tenant, job_id, _page(limit)))
+        return await self._executor.read(lambda: reports.receipts(tenant, job_id, _page(limit)))
 
     async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
-        return await self._carrier.read(lambda: ledger.statement(tenant, after, _page(limit)))
+        return await self._executor.read(lambda: ledger.statement(tenant, after, _page(limit)))
 
     async def account_at(self, tenant: TenantId, number: int) -> Account:
-        return await self._carrier.read(lambda: ledger.account_at(tenant, number))
+        return await self._executor.read(lambda: ledger.account_at(tenant, number))
 
     async def runs(self, tenant: TenantId, *, after: int, limit: int) -> list[RunEntry]:
-        return await self._carrier.read(lambda: rounds.runs(tenant, after, _page(limit)))
+        return await self._executor.read(lambda: rounds.runs(tenant, after, _page(limit)))
 
     async def usage(
         self, tenant: TenantId | None, *, since: float, until: float, by: Collection[UsageBy], limit: int
     ) -> list[UsageLine]:
-        return await self._carrier.read(lambda: reports.usage(tenant, since, until, by, limit))
+        return await self._executor.read(lambda: reports.usage(tenant, since, until, by, limit))
 
     async def ledger(self, tenant: TenantId) -> Ledger:
-        return await self._carrier.snapshot(lambda: ledger.ledger(tenant))
+        return await self._executor.snapshot(lambda: ledger.ledger(tenant))
 
-    # coming and going
+    # relocation and deletion
 
     async def create_account(self, tenant: TenantId) -> None:
-        await self._carrier.transact(lambda: tenant_export.create_account(tenant))
+        await self._executor.transact(lambda: tenant_export.create_account(tenant))
 
     async def freeze_account(self, tenant: TenantId, fence: int) -> bool:
-        return await self._carrier.transact(lambda: tenant_export.freeze_account(tenant, fence))
+        return await self._executor.transact(lambda: tenant_export.freeze_account(tenant, fence))
 
     async def unfreeze_account(self, tenant: TenantId, fence: int) -> bool:
-        return await self._carrier.transact(lambda: tenant_export.unfreeze_account(tenant, fence))
+        return await self._executor.transact(lambda: tenant_export.unfreeze_account(tenant, fence))
 
     async def has_account(self, tenant: TenantId) -> bool:
-        return await self._carrier.read(lambda: tenant_export.has_account(tenant))
+        return await self._executor.read(lambda: tenant_export.has_account(tenant))
 
     async def fence_of(self, tenant: TenantId) -> int | None:
-        return await self._carrier.read(lambda: tenant_export.fence_of(tenant))
+        return await self._executor.read(lambda: tenant_export.fence_of(tenant))
 
     async def rows_of(self, tenant: TenantId, part: str, *, after: Row | None, limit: int) -> list[Row]:
-        return await self._carrier.read(lambda: tenant_export.rows_of(tenant, part, after, _page(limit)))
+        return await self._executor.read(lambda: tenant_export.rows_of(tenant, part, after, _page(limit)))
 
     async def take_rows(self, tenant: TenantId, fence: int, part: str, rows: Sequence[Row]) -> bool:
-        return await self._carrier.transact(lambda: tenant_export.take_rows(tenant, fence, part, rows))
+        return await self._executor.transact(lambda: tenant_export.take_rows(tenant, fence, part, rows))
 
     async def erase(self, tenant: TenantId, fence: int, limit: int) -> int | None:
-        return await self._carrier.transact(lambda: tenant_export.erase(tenant, fence, _page(limit)))
+        return await self._executor.transact(lambda: tenant_export.erase(tenant, fence, _page(limit)))
 
-    async def _enter(self, begin: Callable[[], Work[PostingResult]]) -> PostingResult:
+    async def _post(self, begin: Callable[[], Work[PostingResult]]) -> PostingResult:
         try:
-            return await self._carrier.transact(begin)
+            return await self._executor.transact(begin)
         except ledger.RolledBack as answer:
             return answer.outcome
 

@@ -1,9 +1,7 @@
-"""A tenant's rows on their way to another database, or to nowhere: the book closed by a fence, rows read and taken in
-page by page, erased, the book opened again.
+"""Moves or erases a tenant's rows: freezes the account, exports and imports pages of rows, erases, unfreezes.
 
-The fence is a number that grows with each attempt: whoever comes with an older one is refused, so of two that move the
-same tenant one goes on. The row of the account that holds it stays where the tenant was: nothing that comes late is
-written there any more.
+The fence is a number that grows with each attempt; older fences are refused, so only one of two hubs
+continues. The frozen account stays in the old database and refuses late writes.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ class _Part(NamedTuple):
     key: tuple[str, ...]
     columns: tuple[str, ...]
     of: str = ""
-    """The table that knows whose a row is, where the part itself does not say."""
+    """The table that names the tenant, if this one does not."""
     booleans: frozenset[str] = frozenset()
 
 
@@ -66,8 +64,7 @@ PARTS: dict[str, _Part] = {
     ),
     "documents": _Part(("drawer", "name"), ("tenant", "drawer", "name", "body", "version")),
 }
-"""Everything a database has of a tenant, but for its account, which is the sum of its postings. What lies in the inbox
-is known by the settlements too."""
+"""Without the account (the sum of the postings) and the inbox (known from the settlements)."""
 
 _ERASED = (
     "staged",
@@ -81,45 +78,45 @@ _ERASED = (
     "rounds",
     "jobs",
 )
-"""In this order: whose a settlement is, is known by its hold."""
+"""In this order, because the hold names the tenant of a settlement."""
 
 LOOK = "SELECT fence FROM @accounts WHERE tenant = :tenant FOR KEY SHARE"
-"""Posting locks the row in another way: those who look and those who post do not wait for each other."""
-_CLOSE = """
+"""This lock does not conflict with the one of a posting."""
+_FREEZE = """
 INSERT INTO @accounts (tenant, balance, held, fence) VALUES (:tenant, 0, 0, :fence)
 ON CONFLICT (tenant) DO UPDATE SET fence = :fence WHERE accounts.fence IS NULL OR accounts.fence <= :fence
 RETURNING tenant
 """
-_OPEN = """
+_UNFREEZE = """
 UPDATE @accounts SET fence = NULL,
     balance = (SELECT coalesce(sum(p.balance), 0) FROM @postings p WHERE p.tenant = :tenant),
     held = (SELECT coalesce(sum(p.held), 0) FROM @postings p WHERE p.tenant = :tenant)
 WHERE tenant = :tenant AND fence = :fence RETURNING tenant
 """
-_BEGIN = """
+_CREATE = """
 INSERT INTO @accounts (tenant, balance, held) VALUES (:tenant, 0, 0) ON CONFLICT (tenant) DO UPDATE SET fence = NULL
 """
 
 
 def check_open(tenant: TenantId) -> Work[None]:
-    """For what is written without a posting: those see the fence in the account, which they lock."""
+    """For writes without a posting. A posting checks the fence itself."""
     found = yield from row(LOOK, tenant=tenant)
     if found is not None and found[0] is not None:
         raise AccountFrozen(tenant)
 
 
 def create_account(tenant: TenantId) -> Work[None]:
-    yield from rows(_BEGIN, tenant=tenant)
+    yield from rows(_CREATE, tenant=tenant)
 
 
 def freeze_account(tenant: TenantId, fence: int) -> Work[bool]:
-    # Whoever writes without a posting has locked it: after that its rows are there, or are refused.
+    # Wait for writes without a posting, which lock the account.
     yield from row("SELECT fence FROM @accounts WHERE tenant = :tenant FOR UPDATE", tenant=tenant)
-    return (yield from row(_CLOSE, tenant=tenant, fence=fence)) is not None
+    return (yield from row(_FREEZE, tenant=tenant, fence=fence)) is not None
 
 
 def unfreeze_account(tenant: TenantId, fence: int) -> Work[bool]:
-    return (yield from row(_OPEN, tenant=tenant, fence=fence)) is not None
+    return (yield from row(_UNFREEZE, tenant=tenant, fence=fence)) is not None
 
 
 def has_account(tenant: TenantId) -> Work[bool]:
@@ -141,7 +138,7 @@ def rows_of(tenant: TenantId, part: str, after: Row | None, limit: int) -> Work[
         values |= last
     return (
         yield from rows(
-            f"SELECT {', '.join(described.columns)} FROM @{part} WHERE {_whose(part)}{behind} "
+            f"SELECT {', '.join(described.columns)} FROM @{part} WHERE {_of_tenant(part)}{behind} "
             f"ORDER BY {key} LIMIT :limit",
             **values,
         )
@@ -149,7 +146,7 @@ def rows_of(tenant: TenantId, part: str, after: Row | None, limit: int) -> Work[
 
 
 def take_rows(tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -> Work[bool]:
-    if not (yield from _is_closed(tenant, fence)):
+    if not (yield from _is_frozen(tenant, fence)):
         return False
     described, values, lines = PARTS[part], dict[str, object](), []
     for number, line in enumerate(taken):
@@ -166,14 +163,14 @@ def take_rows(tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -> 
 
 
 def erase(tenant: TenantId, fence: int, limit: int) -> Work[int | None]:
-    if not (yield from _is_closed(tenant, fence)):
+    if not (yield from _is_frozen(tenant, fence)):
         return None
     for part in _ERASED:
         key = ", ".join(PARTS[part].key)
-        # Whose a row is goes into both: numbers are the same for every tenant.
+        # The tenant is in both conditions: every tenant has the same numbers.
         gone = yield from rows(
-            f"DELETE FROM @{part} WHERE {_whose(part)} AND ({key}) IN "
-            f"(SELECT {key} FROM @{part} WHERE {_whose(part)} LIMIT :limit) RETURNING 1",
+            f"DELETE FROM @{part} WHERE {_of_tenant(part)} AND ({key}) IN "
+            f"(SELECT {key} FROM @{part} WHERE {_of_tenant(part)} LIMIT :limit) RETURNING 1",
             tenant=tenant,
             limit=limit,
         )
@@ -183,7 +180,7 @@ def erase(tenant: TenantId, fence: int, limit: int) -> Work[int | None]:
     return 0
 
 
-def _is_closed(tenant: TenantId, fence: int) -> Work[bool]:
+def _is_frozen(tenant: TenantId, fence: int) -> Work[bool]:
     found = yield from row(
         "SELECT 1 FROM @accounts WHERE tenant = :tenant AND fence = :fence FOR UPDATE",
         tenant=tenant,
@@ -192,8 +189,8 @@ def _is_closed(tenant: TenantId, fence: int) -> Work[bool]:
     return found is not None
 
 
-def _whose(part: str) -> str:
-    knows = PARTS[part].of
-    if not knows:
+def _of_tenant(part: str) -> str:
+    owner = PARTS[part].of
+    if not owner:
         return "tenant = :tenant"
-    return f"(job_id, round) IN (SELECT job_id, round FROM @{knows} WHERE tenant = :tenant)"
+    return f"(job_id, round) IN (SELECT job_id, round FROM @{owner} WHERE tenant = :tenant)"

@@ -1,4 +1,4 @@
-"""A tenant database in PostgreSQL, in a schema of its own; any number of processes share it."""
+"""A tenant database in PostgreSQL, in its own schema. Any number of processes can share it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from comfyfleet.tenancy.database.sql_database import SqlTenantDatabase
 
 _Answer = TypeVar("_Answer")
 
-# The number is "tenant" in ASCII: another than a store takes, which may lie in the same database.
-_TENANTS = Schema("comfyfleet_tenants", 0x74656E616E74)
+# The lock number ("tenant" in ASCII) differs from the store's, which may be in the same database.
+_SCHEMA = Schema("comfyfleet_tenants", 0x74656E616E74)
 
 
 class PostgresTenantDatabase(SqlTenantDatabase):
@@ -33,31 +33,31 @@ class PostgresExecutor:
         connection = await self._pool.connect()
         try:
             async with connection:
-                await migrate(connection, migrations_of(__name__), _TENANTS)
+                await migrate(connection, migrations_of(__name__), _SCHEMA)
         except psycopg.Error as error:
             raise Fault(
-                f"PostgreSQL at {self._pool.address} hung up while a tenant database was being opened: "
-                f"{' '.join(str(error).split())}; try again when it runs"
+                f"PostgreSQL at {self._pool.address} closed the connection while opening a tenant database: "
+                f"{' '.join(str(error).split())}; try again when it is running"
             ) from error
 
     async def close(self) -> None:
         await self._pool.close()
 
     async def transact(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        return await self._pool.transact(lambda step: _carry_out(step, begin()))
+        return await self._pool.transact(lambda step: _execute(step, begin()))
 
     async def read(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        return await self._pool.read(lambda step: _carry_out(step, begin()))
+        return await self._pool.read(lambda step: _execute(step, begin()))
 
     async def snapshot(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
         async def work(step: SqlStep) -> _Answer:
             step.add("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            return await _carry_out(step, begin())
+            return await _execute(step, begin())
 
         return await self._pool.transact(work)
 
 
-async def _carry_out(step: SqlStep, work: Work[_Answer]) -> _Answer:
+async def _execute(step: SqlStep, work: Work[_Answer]) -> _Answer:
     try:
         sql, values = next(work)
         while True:

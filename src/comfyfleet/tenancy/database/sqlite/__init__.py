@@ -1,7 +1,7 @@
-"""A tenant database in a SQLite file. Several processes of one machine may share it: writes take turns.
+"""A tenant database in a SQLite file. Several processes on one machine can share it.
 
-One thread of its own carries out whole transactions, so the event loop never waits for the disk, and a caller that
-gives up leaves its transaction to end by itself.
+One thread runs whole transactions, so the event loop never waits for the disk. A transaction ends even if its
+caller is cancelled.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class SqliteExecutor:
 
     async def _in_thread(self, work: Callable[[], _Answer]) -> _Answer:
         if self._is_closed:
-            raise Fault("this tenant database was closed; open it anew")
+            raise Fault("this tenant database is closed; open it again")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _connect(self) -> sqlite3.Connection:
         known = migrations_of("comfyfleet.tenancy.database.sqlite")
         for tries_left in reversed(range(_OPENING_TRIES)):
-            # Two processes may set up the same file at once: whoever comes second finds it done.
+            # Two processes may migrate the same file at once.
             try:
                 database = connect(self._path)
                 try:
@@ -75,38 +75,38 @@ class SqliteExecutor:
                     raise
                 return database
             except Fault as fault:
-                if not tries_left or not _are_others_in_the_way(fault.__cause__):
+                if not tries_left or not _is_conflict(fault.__cause__):
                     raise
                 time.sleep(_OPENING_WAIT_S)
-        raise AssertionError("the last try answers or raises")
+        raise AssertionError("the last try returns or raises")
 
     def _run(self, start: str, begin: Callable[[], Work[_Answer]]) -> _Answer:
         database = self._database
         assert database is not None, "a database is opened before it is used"
         try:
             database.execute(start)
-            answer = _carry_out(database, begin())
+            answer = _execute(database, begin())
             database.execute("COMMIT")
             return answer
         except (OverflowError, UnicodeError) as error:
-            raise Refusal(RefusalCode.INVALID_REQUEST, f"SQLite cannot keep this value: {error}") from error
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"SQLite cannot store this value: {error}") from error
         except sqlite3.Error as error:
             raise Fault(
-                f"the tenant database {self._path} refused a transaction, which was not carried out: {error}. "
-                "See to its disk and its rights, or try again if others write to it"
+                f"the tenant database {self._path} rolled back a transaction: {error}. Check the disk and the file's "
+                "permissions, or try again if other processes write to it"
             ) from error
         finally:
             if database.in_transaction:
                 database.execute("ROLLBACK")
 
 
-def _are_others_in_the_way(error: BaseException | None) -> bool:
-    """The file is locked, or a table is there that was not a moment ago."""
-    ours = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_ERROR)
-    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in ours
+def _is_conflict(error: BaseException | None) -> bool:
+    """The file is locked, or another process has just created a table."""
+    codes = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_ERROR)
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in codes
 
 
-def _carry_out(database: sqlite3.Connection, work: Work[_Answer]) -> _Answer:
+def _execute(database: sqlite3.Connection, work: Work[_Answer]) -> _Answer:
     try:
         sql, values = next(work)
         while True:
