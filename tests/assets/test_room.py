@@ -115,7 +115,7 @@ async def test_the_bound_is_a_setting(tmp_path: Path) -> None:
     resolved = read_settings({"data": str(tmp_path)}, config=os.devnull, environment=environment)
     async with open_assets(resolved, MemoryDocumentStore(), ManualClock()) as assets:
         await assets.reserve(ACME, size=10)
-        with pytest.raises(Refusal, match="10 bytes of 10"):
+        with pytest.raises(Refusal, match="10 of 10 bytes"):
             await assets.reserve(ACME, size=1)
 
 

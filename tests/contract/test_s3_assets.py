@@ -198,7 +198,7 @@ async def test_a_storage_that_is_away_or_refuses_is_told_without_a_secret(server
                     told.append(f"{error!r} {error}")
                     if bucket is not no_bucket:
                         assert isinstance(error, Fault)
-    assert "credentials" in told[0] and "cannot be reached" in told[3] and "make the bucket" in told[6]
+    assert "credentials" in told[0] and "cannot reach" in told[3] and "create the bucket" in told[6]
     for text in told:
         assert "ignature=" not in text and "guessed" not in text and CREDENTIALS.secret_key not in text
     assert CREDENTIALS.secret_key not in repr(CREDENTIALS)

@@ -145,12 +145,12 @@ async def test_all_forms_on_their_way_through_the_disk_are_bounded_together(
         assert refused.body["retry_after_s"] > 0
         assert "half of that for one tenant" in refused.body["detail"]
         # What is small takes none of it, and another tenant has its own half: there the storage is away.
-        assert "reached" in (await send(rig, form(b"x" * 1_000))).body["detail"]
-        assert "reached" in (await send(rig, form(b"x" * 3 * PIECE), role=Role.ADMIN)).body["detail"]
+        assert "cannot reach" in (await send(rig, form(b"x" * 1_000))).body["detail"]
+        assert "cannot reach" in (await send(rig, form(b"x" * 3 * PIECE), role=Role.ADMIN)).body["detail"]
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        assert "reached" in (await send(rig, form(b"x" * 3 * PIECE))).body["detail"]
+        assert "cannot reach" in (await send(rig, form(b"x" * 3 * PIECE))).body["detail"]
 
 
 def test_a_budget_gives_back_what_was_taken() -> None:

@@ -127,10 +127,10 @@ async def test_a_hub_with_a_folder_of_its_own_says_why_it_has_not_what_another_r
     refused = [await other.get(link, role=None), await other.post(f"/api/files/{file['id']}/complete")]
     for answer in refused:
         assert answer.code == "not_found"
-        assert "received by another hub" in answer.body["detail"] and "'assets'" in answer.body["detail"]
+        assert "another hub received it" in answer.body["detail"] and "'assets'" in answer.body["detail"]
     record = await folder.get(file["id"])
     assert record is not None
-    with pytest.raises(Refusal, match="one folder in common"):
+    with pytest.raises(Refusal, match="one shared folder"):
         _ = [piece async for piece in folder.read(record)]
     assert (await rig.get(link, role=None)).content == b"x", "the link is good where the file is"
 

@@ -195,5 +195,5 @@ async def test_keys_tokens_and_old_secrets_end_with_their_time() -> None:
     assert await keys.check(text) is None and await keys.check(newer)
     await clock.advance(5)
     assert await keys.check(newer) is None
-    with pytest.raises(Refusal, match="not good"):
+    with pytest.raises(Refusal, match="enrolment token is not valid"):
         await keys.enrol(token, WorkerId("gpu-1"))

@@ -323,7 +323,7 @@ async def test_an_agent_whose_uploads_get_lost_fails_its_attempt(
             job_id = await submitted(rig, body)
             async with Agent(api, WorkerId("gpu-a"), [ComfyUI(fake.url, QUICK)], quick()):
                 answer = await ended(rig, job_id)
-        assert answer["status"] == "failed" and "nothing has been received yet" in answer["error"]["message"]
+        assert answer["status"] == "failed" and "the file has not been received" in answer["error"]["message"]
 
 
 async def test_a_late_upload_of_a_zombie_changes_nothing(a_hub: AHub) -> None:

@@ -124,7 +124,7 @@ async def test_a_thumbnail_is_made_once_and_is_a_file_that_goes_with_its_picture
 async def test_what_is_no_picture_is_refused_in_words(rig: HubRig, tmp_path: Path) -> None:
     for content in (b"plain words", b"", b"\x89PNG\r\n\x1a\n and then nothing", picture()[:200], b"<svg/>"):
         answer = await asked(rig, await uploaded(rig, content))
-        assert answer.code == "invalid_request" and "PNG, JPEG, WebP and GIF" in answer.body["detail"]
+        assert answer.code == "invalid_request" and "PNG, JPEG, WebP or GIF" in answer.body["detail"]
     for size in ("0", "1025", "x"):
         assert (await asked(rig, "f_" + "0" * 32, size)).code == "invalid_request"
     unfinished = await uploaded(rig, picture(), is_complete=False)

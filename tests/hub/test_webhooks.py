@@ -211,7 +211,7 @@ async def test_a_name_that_leads_home_is_taken_and_never_called(receiver: Receiv
         port = receiver.url.rpartition(":")[2]
         job_id = await run_one(rig, webhook=f"http://rebound.example:{port}")
         found = await settled(rig, job_id, "given_up")
-        assert "leads to an address that is not public" in found["last_error"]
+        assert "resolves to an address that is not public" in found["last_error"]
         assert receiver.came == []
 
 

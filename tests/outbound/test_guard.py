@@ -246,7 +246,7 @@ async def test_an_answer_that_changes_between_lookups_changes_nothing() -> None:
     ):
         assert (await called.post(f"http://hooks.example:{port}/", b"", {})).status == 200
         assert (len(good), len(bad), names.asked) == (1, 0, 1)
-        with pytest.raises(ForbiddenUrl, match="leads to an address that is not public"):
+        with pytest.raises(ForbiddenUrl, match="resolves to an address that is not public"):
             await called.post(f"http://hooks.example:{port}/", b"", {})
         assert (len(good), len(bad), names.asked) == (1, 0, 2)
 
@@ -310,7 +310,7 @@ async def test_whoever_takes_a_connection_and_says_nothing_is_not_waited_for() -
         with pytest.raises(Fault, match="did not answer within"):
             await called.post(f"http://127.0.0.1:{port}/", b"", {})
     async with guard(HERE) as called:
-        with pytest.raises(Fault, match=r"cannot be reached: Connection refused$"):
+        with pytest.raises(Fault, match=r"^cannot reach \S+: Connection refused$"):
             await called.post(f"http://127.0.0.1:{port}/", b"", {})
 
 
@@ -390,12 +390,12 @@ async def test_tls_still_asks_for_the_name_that_was_meant(tmp_path: Path) -> Non
 _ENDS_WHILE_A_NAME_IS_LOOKED_UP = """
 import asyncio, socket, threading
 from comfyfleet.model.errors import Fault
-from comfyfleet.net.url_guard import Guard
+from comfyfleet.net.url_guard import UrlGuard
 
 socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
 
 async def main():
-    guard = Guard(limit_s=0.05)
+    guard = UrlGuard(limit_s=0.05)
     try:
         await guard.post("http://dead.example/", b"", {})
     except Fault as fault:

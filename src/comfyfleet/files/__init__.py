@@ -1,1 +1,1 @@
-"""Where inputs and outputs lie, and short-lived grants to them."""
+"""Input and output files, on disk or in S3, and short-lived links to them."""

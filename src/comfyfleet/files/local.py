@@ -1,7 +1,6 @@
-"""Files on the hub's own disk: a record in the cabinet, the bytes in a folder, and signed links that soon expire.
+"""A file store in a folder of the hub, with signed links that expire.
 
-A file is named by its id alone; what its sender calls it is shown and never becomes part of a path. Size and SHA-256
-are computed while it is received, piece by piece. Who may have a link is the hub's to decide.
+Paths contain only the file id, never the sender's file name. The hub decides who gets a link.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from comfyfleet.files.records import (
     in_one_piece,
     is_file_id,
     made_at,
+    too_large,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileGrant, FileRecord
@@ -41,7 +41,7 @@ _SECRETS = "secrets"
 _SECRET = "file_links"
 _PIECE = 1 << 20
 _FOLDERS_AT_A_TIME = 16
-"""Of 256, looked through for orphans whenever old files are."""
+"""Of 256 folders, how many each cleanup searches for orphans."""
 
 
 class LocalFileStore(FileRecords):
@@ -60,45 +60,42 @@ class LocalFileStore(FileRecords):
         super().__init__(documents, clock, max_bytes, grant_s, keep_s, documents_of, tenant_bytes)
         self._folder = folder
         self._key: bytes | None = None
-        self._swept_to = 0
+        self._next_folder = 0
 
     async def complete(self, file_id: str) -> FileRecord:
-        """It has been received and is what was said of it. Asked again, the same answer."""
         record = await self._known(file_id)
         if record.received_at is None:
-            raise Refusal(
-                RefusalCode.WRONG_PHASE, "nothing has been received yet: PUT the file to its link first"
-            )
+            raise Refusal(RefusalCode.WRONG_PHASE, "the file has not been received: PUT it to its link first")
         if not self.path(record).is_file():
             raise elsewhere(record)
         return await self._change(file_id, is_complete=True)
 
-    # the end of files
+    # deletion
 
     async def _remove(self, record: FileRecord) -> None:
         await asyncio.to_thread(self.path(record).unlink, missing_ok=True)
 
     async def forget(self, record: FileRecord) -> None:
         await super().forget(record)
-        # Whoever sends it just now may have put it into place behind us, while there still was a record.
-        await self._leave_nothing(record)
+        # An upload that is in progress may have written the file again.
+        await self._erase(record)
 
-    async def _leave_nothing(self, record: FileRecord) -> None:
+    async def _erase(self, record: FileRecord) -> None:
         await self._remove(record)
-        await self._room.forget(record)
+        await self._quota.forget(record)
 
     async def _tidy(self, pages: int) -> None:
         await self._prune(pages)
         for _ in range(_FOLDERS_AT_A_TIME):
-            await self._remove_orphans(self._folder / f"{self._swept_to:02x}")
-            self._swept_to = (self._swept_to + 1) % 256
+            await self._remove_orphans(self._folder / f"{self._next_folder:02x}")
+            self._next_folder = (self._next_folder + 1) % 256
 
     async def _remove_orphans(self, folder: Path) -> None:
-        """Old files that no record tells of, and what was left of those that were cut off. Foreign names stay."""
+        """Deletes old files without a record, and unfinished ones. Keeps files with other names."""
         for name in await asyncio.to_thread(_names_in, folder):
             file_id = name.partition(".")[0]
             since = made_at(file_id)
-            if since is None or not self._is_over(since):
+            if since is None or not self._is_expired(since):
                 continue
             try:
                 is_whole = name == file_id
@@ -106,7 +103,7 @@ class LocalFileStore(FileRecords):
                     continue
                 await asyncio.to_thread((folder / name).unlink, missing_ok=True)
             except (Fault, OSError) as error:
-                _LOG.warning("the old file %s stays for now: %s", name, error)
+                _LOG.warning("cannot delete the old file %s, will retry: %s", name, error)
 
     # links
 
@@ -117,7 +114,7 @@ class LocalFileStore(FileRecords):
         return FileGrant(method, url, expires_at)
 
     def parts(self, record: FileRecord) -> None:
-        """Of any size, it is received in one piece."""
+        """Always None: files of any size go up in one piece."""
 
     async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[FileGrant]:  # noqa: ARG002
         raise in_one_piece()
@@ -125,10 +122,12 @@ class LocalFileStore(FileRecords):
     async def check(
         self, method: Literal["GET", "PUT"], file_id: str, expires: float, signature: str
     ) -> FileRecord:
-        """The file that this link is good for, now."""
-        good = await self._signature(method, file_id, expires)
-        if not hmac.compare_digest(good.encode(), signature.encode()) or self._clock.now() >= expires:
-            raise Refusal(RefusalCode.UNAUTHENTICATED, "the link is not good (any more): ask for a new one")
+        """The file of a valid link."""
+        expected = await self._signature(method, file_id, expires)
+        if not hmac.compare_digest(expected.encode(), signature.encode()) or self._clock.now() >= expires:
+            raise Refusal(
+                RefusalCode.UNAUTHENTICATED, "the link is not valid or has expired: ask for a new one"
+            )
         return await self._known(file_id)
 
     async def _signature(self, method: str, file_id: str, expires: float) -> str:
@@ -136,54 +135,54 @@ class LocalFileStore(FileRecords):
         return hmac.new(key, f"{method}\n{file_id}\n{expires:.0f}".encode(), hashlib.sha256).hexdigest()
 
     async def _secret(self) -> bytes:
-        """One for all hubs on the store: a link of one is good at every other."""
+        """Shared by all hubs, so each accepts the links of the others."""
         await self._documents.put(_SECRETS, _SECRET, secrets.token_bytes(32), version=0)
         document = await self._documents.get(_SECRETS, _SECRET)
-        assert document is not None, "it was there or has just been written"
+        assert document is not None, "it exists or was just written"
         self._key = document.body
         return self._key
 
     # bytes
 
     def path(self, record: FileRecord) -> Path:
-        assert is_file_id(record.file_id), "records are made here, with such ids alone"
+        assert is_file_id(record.file_id), "all records have such ids"
         return self._folder / record.file_id[-2:] / record.file_id
 
     async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord:
-        """Written piece by piece, and seen as a whole or not at all. A file is never written over.
+        """Writes to a partial file and renames it at the end; never overwrites a file.
 
-        Sent again, the same bytes get the same answer, and are put into place where a hub died before it did so."""
+        Sending the same bytes again gives the same answer, also after a hub died before the rename."""
         target = self.path(record)
         partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
         try:
             if record.size is None:
-                async with aclosing(self.arriving(record.tenant, pieces)) as let_in:
-                    size, digest = await self._write(partial, let_in, self._max_bytes)
+                async with aclosing(self.arriving(record.tenant, pieces)) as accepted:
+                    size, digest = await self._write(partial, accepted, self._max_bytes)
             else:
                 size, digest = await self._write(partial, pieces, self._bound(record))
-            received = await self._entered(record, size, digest)
+            received = await self._mark_received(record, size, digest)
             if (received.size, received.sha256) != (size, digest):
                 check_is_open(received)
             if not await asyncio.to_thread(target.is_file):
                 await asyncio.to_thread(os.replace, partial, target)
-            await self._room.note(received)
+            await self._quota.note(received)
             if await self.get(record.file_id, record.tenant) is None:
-                # Deleted meanwhile: whoever did so found nothing of this yet.
-                await self._leave_nothing(received)
+                # Deleted meanwhile, before there was a file to delete.
+                await self._erase(received)
                 raise gone(record.file_id)
         except OSError as error:
-            raise Fault(f"the file could not be written: {error}. Make room on the hub's disk") from error
+            raise Fault(f"cannot write the file: {error}. Make room on the hub's disk") from error
         finally:
             await asyncio.to_thread(partial.unlink, missing_ok=True)
         return received
 
-    async def _entered(self, record: FileRecord, size: int, digest: str) -> FileRecord:
-        """Of two who send it at once the record lets one through, and tells the other what it holds."""
+    async def _mark_received(self, record: FileRecord, size: int, digest: str) -> FileRecord:
+        """If two callers send the file at once, the second gets the record of the first."""
         if record.received_at is not None:
             return record
         check_is(record, size, digest)
         if record.size is None:
-            await self._room.take(record.tenant, size)
+            await self._quota.take(record.tenant, size)
         try:
             return await self._change(
                 record.file_id, check_is_open, size=size, sha256=digest, received_at=self._clock.now()
@@ -204,31 +203,29 @@ class LocalFileStore(FileRecords):
         except FileNotFoundError:
             raise elsewhere(record) from None
         except OSError as error:
-            raise Fault(f"the file {record.file_id!r} cannot be read: {error}") from error
+            raise Fault(f"cannot read the file {record.file_id!r}: {error}") from error
 
     async def _write(self, path: Path, pieces: AsyncIterator[bytes], bound: int) -> tuple[int, str]:
         await asyncio.to_thread(private_files.make_folder, self._folder)
         await asyncio.to_thread(private_files.make_folder, path.parent)
         size, digest = 0, hashlib.sha256()
-        # Opened for each piece: of senders who take their time there may be more than files that can be open.
+        # Opened for each piece: there may be more slow uploads than file handles.
         await asyncio.to_thread(lambda: private_files.create(path).close())
         async for piece in pieces:
             size += len(piece)
             if size > bound:
-                raise self._too_large(bound)
+                raise too_large(bound)
             digest.update(piece)
             await asyncio.to_thread(_append, path, piece)
-        await asyncio.to_thread(_settle, path)
+        await asyncio.to_thread(_sync, path)
         return size, digest.hexdigest()
 
 
 def elsewhere(record: FileRecord) -> Refusal:
-    """It was received, for all hubs of the store know so, but not into this folder."""
     return Refusal(
         RefusalCode.NOT_FOUND,
-        f"the file {record.file_id!r} is not in this hub's folder: it was received by another hub that keeps its files "
-        "in a folder of its own, or somebody removed it. Give all hubs on one store one folder in common, or "
-        "storage (the setting 'assets')",
+        f"the file {record.file_id!r} is not in this hub's folder: another hub received it into another folder, or "
+        "somebody removed it. Give all hubs of a store one shared folder or storage (the setting 'assets')",
     )
 
 
@@ -238,7 +235,7 @@ def _append(path: Path, piece: bytes) -> None:
         file.write(piece)
 
 
-def _settle(path: Path) -> None:
+def _sync(path: Path) -> None:
     with path.open("r+b") as file:
         os.fsync(file.fileno())
 

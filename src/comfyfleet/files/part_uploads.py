@@ -1,7 +1,7 @@
-"""A file that goes up in parts: its upload begun once, links to its parts, and the whole put together by the hub.
+"""Multipart uploads of one file: starts the upload, signs links to its parts, and assembles them.
 
-What was said of each part is noted beside the record, because not every storage tells it again. Bytes of parts travel
-past the hub; what comes of them is looked at by `s3.py` like any other file.
+The digest of each part is kept with the file record, because not every storage returns it. `s3.py` checks the
+assembled file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 from comfyfleet.files.record_store import FileRecordStore
-from comfyfleet.files.records import check_is_open, in_one_piece
+from comfyfleet.files.records import check_is_open, gone, in_one_piece
 from comfyfleet.files.s3_storage import S3Multipart, StorageRefused, UploadedPart, part_headers
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileGrant, FileRecord, PartPlan
@@ -18,6 +18,7 @@ from comfyfleet.model.file import FileGrant, FileRecord, PartPlan
 PART_BYTES = 64 * 2**20
 MAX_PARTS = 10_000
 TAKEN = "PreconditionFailed"
+"""The storage's code for an object that exists already."""
 
 
 class PartUploads:
@@ -32,7 +33,7 @@ class PartUploads:
     def plan(self, record: FileRecord) -> PartPlan | None:
         if record.size is None or record.size <= self._part_bytes:
             return None
-        # Rounded up, so that no file has more parts than a storage takes.
+        # Larger parts for large files: a storage accepts at most `MAX_PARTS`.
         size = max(self._part_bytes, -(-record.size // MAX_PARTS))
         return PartPlan(size, -(-record.size // size), is_required=record.size > self._max_put_bytes)
 
@@ -57,7 +58,7 @@ class PartUploads:
         return found
 
     async def _begin(self, record: FileRecord, key: str) -> str:
-        """Once: of two who begin it at the same time one gives up its own."""
+        """If two callers start the upload at once, one of the two uploads is aborted."""
         upload = await self._multipart.begin(key, record.content_type, is_checked=True)
         changed = await self._records.change(
             record.file_id, check_is_open, keep={"upload"}, fields={"upload": upload}
@@ -67,34 +68,31 @@ class PartUploads:
                 await self._multipart.give_up(key, upload)
             return changed.upload
         await self._multipart.give_up(key, upload)
-        raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {record.file_id!r} (any more)")
+        raise gone(record.file_id)
 
     async def put_together(self, record: FileRecord, key: str) -> None:
-        """Refused unless every part is there."""
+        """Refused unless every part has been received."""
         plan = self.plan(record)
         assert plan is not None and record.upload is not None and record.size is not None
         parts = await self._multipart.parts(key, record.upload)
         if parts is None:
-            # Put together already, or given up: whether the whole lies there is looked at next.
+            # Assembled already, or aborted: the caller checks next whether the object exists.
             return
         sizes = {part.number: part.size for part in parts}
-        there = [
-            number
-            for number in range(1, plan.count + 1)
-            if sizes.get(number) == plan.length(number, record.size)
-        ]
-        if len(there) < plan.count:
+        numbers = range(1, plan.count + 1)
+        received = sum(sizes.get(number) == plan.length(number, record.size) for number in numbers)
+        if received < plan.count:
             raise Refusal(
                 RefusalCode.WRONG_PHASE,
-                f"{len(there)} of {plan.count} parts have been received: PUT the others to their links first",
+                f"{received} of {plan.count} parts have been received: PUT the others to their links first",
             )
         noted = await self._records.noted_parts(record)
-        said = [
+        described = [
             part._replace(checksum=part.checksum or _encoded(noted[part.number]))
             for part in parts
             if part.number in noted
         ]
-        await self._assemble(key, record.upload, said)
+        await self._assemble(key, record.upload, described)
 
     async def _assemble(self, key: str, upload: str, parts: list[UploadedPart]) -> None:
         try:
@@ -105,23 +103,23 @@ class PartUploads:
             if refused.status == 400:
                 raise Refusal(
                     RefusalCode.INVALID_REQUEST,
-                    f"the storage does not take the parts for what was said of them ({refused.code}): "
-                    "make a new file, and send it there",
+                    f"the storage refuses the parts: they differ from what was announced ({refused.code}). "
+                    "Create a new file and upload it again",
                 ) from refused
             raise
 
     async def receive(self, record: FileRecord, key: str, pieces: AsyncIterator[bytes]) -> None:
-        """From whoever is in the hub's own process, one part after the other. The pieces' own errors pass."""
+        """Uploads the parts one after the other, for callers in the hub's process."""
         plan = self.plan(record)
         assert plan is not None and record.size is not None
         upload = await self._multipart.begin(key, record.content_type, is_checked=False)
         try:
-            cut = _Cut(pieces)
+            reader = _PieceReader(pieces)
             for number in range(1, plan.count + 1):
                 length = plan.length(number, record.size)
-                await self._multipart.write(key, upload, number, cut.take(length), length)
-            # One piece too many is an error of the pieces.
-            async for _ in cut.take(1):
+                await self._multipart.write(key, upload, number, reader.take(length), length)
+            # Read on: the pieces raise an error if there are too many.
+            async for _ in reader.take(1):
                 pass
             await self._multipart.put_together(key, upload, await self._multipart.parts(key, upload) or [])
         except BaseException:
@@ -129,15 +127,15 @@ class PartUploads:
             raise
 
     async def forget(self, record: FileRecord, key: str) -> None:
-        """What is under way of it."""
+        """Aborts the upload and removes the noted parts."""
         if record.upload is not None:
             await self._multipart.give_up(key, record.upload)
         if self.plan(record) is not None:
             await self._records.forget_parts(record)
 
 
-class _Cut:
-    """Pieces of any size, given out by so many bytes."""
+class _PieceReader:
+    """Reads a given number of bytes at a time from pieces of any size."""
 
     def __init__(self, pieces: AsyncIterator[bytes]) -> None:
         self._pieces = pieces

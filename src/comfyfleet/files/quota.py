@@ -1,8 +1,7 @@
-"""How many bytes the files of a tenant take, and whether there is room for more.
+"""The storage quota of each tenant.
 
-Beside the records of a tenant's files stands an entry for each with its size, so that they are summed up without
-anybody else's. A sum is remembered for a while and kept up with what happens here; what other hubs take in meanwhile is
-seen with the next one.
+Each file has an entry with its size, so the quota sums only the tenant's own files. The sum is cached for a
+minute and updated by this hub's changes; changes of other hubs count after that.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from hashlib import sha256
 
 import msgspec
 
-from comfyfleet.files.record_store import FileRecordStore
+from comfyfleet.files.record_store import FileRecordStore, documents_under
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
@@ -23,7 +22,6 @@ from comfyfleet.ports import Clock
 COLLECTION = "files_of"
 _REMEMBER_S = 60.0
 _MAX_REMEMBERED = 10_000
-_PAGE = 1_000
 
 
 class _Sum(msgspec.Struct):
@@ -33,25 +31,25 @@ class _Sum(msgspec.Struct):
 
 class StorageQuota:
     def __init__(self, records: FileRecordStore, clock: Clock, most: int | None) -> None:
-        """`most`: of one tenant. None: there is no bound, and nothing is noted."""
+        """`most`: bytes of one tenant. None: no quota, and no entries."""
         self._records = records
         self._clock = clock
         self._most = most
         self._sums: dict[TenantId, _Sum] = {}
         self._arriving: Counter[TenantId] = Counter()
-        """Bytes of files whose size nobody knows yet."""
+        """Bytes of unfinished uploads whose size is unknown."""
         self._counting = asyncio.Lock()
 
     async def take(self, tenant: TenantId, size: int) -> None:
-        """For a file that wants to come in; 0, where nobody knows its size yet. Raises `too_large`."""
+        """Reserves bytes for a new file (0: size unknown). Raises the refusal `too_large`."""
         if self._most is not None:
             known = await self._sum(tenant)
             self._check(tenant, known, size, self._most)
-            # At once, so that of many who come together none is let in on the room of another.
+            # At once, so simultaneous uploads cannot use the same bytes.
             known.size += size
 
     async def arriving(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Of a file whose size nobody knows yet: each takes room until all have come, and then the file does."""
+        """Passes on pieces of a file of unknown size and counts them until the upload ends."""
         size = 0
         try:
             async for piece in pieces:
@@ -71,20 +69,20 @@ class StorageQuota:
         if taken + max(size, 1) > most:
             raise Refusal(
                 RefusalCode.TOO_LARGE,
-                f"the files of this tenant take {taken} bytes of {most}, too many for {size or 'any'} more: "
-                "files go when their time is over; the hub's operator sets the bound (limits.max_tenant_file_bytes)",
+                f"the files of this tenant use {taken} of {most} bytes, so there is no space for {size or 'any'} more: "
+                "wait until old files expire, or ask the hub's operator to raise limits.max_tenant_file_bytes",
                 taken=taken,
                 max_bytes=most,
             )
 
     async def note(self, record: FileRecord) -> None:
-        """For those who count later."""
+        """Writes the entry of a file."""
         if self._most is not None:
             documents = await self._records.documents(record.tenant)
             await documents.put(COLLECTION, _name(record), b"%d" % (record.size or 0), version=None)
 
     async def forget(self, record: FileRecord) -> None:
-        """Also where there is no bound any more."""
+        """Removes the entry, even if there is no quota any more."""
         documents = await self._records.documents(record.tenant)
         is_noted = await documents.remove(COLLECTION, _name(record))
         if is_noted and (known := self._sums.get(record.tenant)) is not None:
@@ -93,7 +91,7 @@ class StorageQuota:
     async def _sum(self, tenant: TenantId) -> _Sum:
         if (known := self._fresh(tenant)) is not None:
             return known
-        # One counts for all who come meanwhile: a second count would not know what they have taken.
+        # Count once: a second count would overwrite what other uploads reserve meanwhile.
         async with self._counting:
             if (known := self._fresh(tenant)) is None:
                 known = self._sums[tenant] = _Sum(await self._counted(tenant), self._clock.now())
@@ -107,19 +105,13 @@ class StorageQuota:
         return known if is_fresh else None
 
     async def _counted(self, tenant: TenantId) -> int:
-        documents, beginning = await self._records.documents(tenant), _beginning(tenant)
-        size, after = 0, beginning
-        while page := await documents.listing(COLLECTION, after, _PAGE):
-            ours = [each for each in page if each.name.startswith(beginning)]
-            size += sum(int(each.body) for each in ours)
-            if len(ours) < _PAGE:
-                break
-            after = ours[-1].name
-        return size
+        documents = await self._records.documents(tenant)
+        entries = documents_under(documents, COLLECTION, _beginning(tenant))
+        return sum([int(each.body) async for each in entries])
 
 
 def _beginning(tenant: TenantId) -> str:
-    """Of the same length for every tenant, whatever it is called."""
+    """The name prefix of a tenant's entries: the same length for every tenant."""
     return sha256(tenant.encode()).hexdigest()[:32] + "/"
 
 

@@ -1,33 +1,29 @@
-"""Where the record of a file is kept: in the central cabinet, or in that of a tenant whose records lie apart.
+"""File records in the central document store or in the tenant's database, and the lineage of files.
 
-Of a file whose record lies apart the central cabinet has a *stub*: its id, tenant and attempt, so that whoever knows
-the id alone finds it, and old files are found in one place. The stub is written before the record and goes after it.
-
-What came of a file: noted beside the records, by the file it was made from, so that both ways can be asked.
-
-A note is written before the record that it is about and goes with it; one without a record is passed over.
+For a record in a tenant database, the central store has a *stub* with id, tenant and attempt. It is written
+before the record and removed after it, so a file can be found by its id alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
 
 import msgspec
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.file import FilePage, FileRecord
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import DocumentStore
+from comfyfleet.ports import Document, DocumentStore
 
 COLLECTION = "files"
 _PARTS = "file_parts"
+_LINEAGE = "file_lineage"
 _PAGE = 500
 _TRIES = 20
 _records = msgspec.json.Decoder(FileRecord)
 
 DocumentsOf = Callable[[TenantId], Awaitable[DocumentStore]]
-"""The cabinet that a tenant's records lie in: the central one itself, unless they lie apart. Raises `Fault` while it
-cannot be reached."""
+"""The document store of a tenant: the central one, or its own. Raises `Fault` while it is unreachable."""
 
 
 class FileRecordStore:
@@ -46,8 +42,7 @@ class FileRecordStore:
             raise _taken()
 
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
-        """`tenant`, where it is known: its record is found even if the central store has lost the stub, and of any
-        other no database is asked."""
+        """With `tenant`, finds a record whose stub is lost, and reads no other tenant's database."""
         found = await _get(self._central, file_id)
         if found is not None and not found.has_tenant_database:
             return found
@@ -58,7 +53,7 @@ class FileRecordStore:
         return None if documents is self._central else await _get(documents, file_id)
 
     async def whole(self, record: FileRecord) -> FileRecord:
-        """Of a stub, the record; the stub itself while its tenant's database is away."""
+        """The record of a stub, or the stub while the tenant database is unreachable."""
         try:
             return await self.get(record.file_id) or record if record.has_tenant_database else record
         except Fault:
@@ -72,7 +67,7 @@ class FileRecordStore:
         keep: Container[str] = (),
         fields: Mapping[str, object],
     ) -> FileRecord | None:
-        """`keep`: the names of fields that stay once they have a value. None: there is no such file (any more)."""
+        """`keep`: fields that do not change once they have a value. None: there is no such file."""
 
         def changed(record: FileRecord) -> dict[str, object]:
             check(record)
@@ -87,7 +82,7 @@ class FileRecordStore:
     async def change_by(
         self, file_id: str, changed: Callable[[FileRecord], dict[str, object]]
     ) -> FileRecord | None:
-        """By new values for its fields, computed from what it is. None: there is no such file (any more)."""
+        """`changed` computes new field values from the record. None: there is no such file."""
         for _ in range(_TRIES):
             documents, document = self._central, await self._central.get(COLLECTION, file_id)
             if document is not None and (record := _records.decode(document.body)).has_tenant_database:
@@ -99,16 +94,16 @@ class FileRecordStore:
             record = msgspec.structs.replace(record, **changed(record))
             if await _put(documents, record, document.version):
                 return record
-        raise Fault(f"file {file_id!r} is being changed by others all the time; try again")
+        raise Fault(f"file {file_id!r} keeps changing at the same time; try again")
 
     async def remove(self, record: FileRecord) -> None:
-        """The record, then its stub: what is left over is found again."""
+        # The stub goes last: a leftover stub is found again.
         documents = await self.documents(record.tenant)
         if documents is not self._central:
             await documents.remove(COLLECTION, record.file_id)
         await self._central.remove(COLLECTION, record.file_id)
 
-    # the parts of an upload that is under way
+    # parts of unfinished uploads
 
     async def note_parts(self, record: FileRecord, digests: Mapping[int, str]) -> None:
         documents = await self.documents(record.tenant)
@@ -117,17 +112,10 @@ class FileRecordStore:
             await documents.put(_PARTS, name, bytes.fromhex(digest), version=None)
 
     async def noted_parts(self, record: FileRecord) -> dict[int, bytes]:
-        """The SHA-256 that was last said of each."""
+        """The last announced SHA-256 of each part."""
         documents, beginning = await self.documents(record.tenant), f"{record.file_id}/"
-        found: dict[int, bytes] = {}
-        after = beginning
-        while page := await documents.listing(_PARTS, after, _PAGE):
-            ours = [each for each in page if each.name.startswith(beginning)]
-            found |= {int(each.name.removeprefix(beginning)): each.body for each in ours}
-            if len(ours) < _PAGE:
-                break
-            after = ours[-1].name
-        return found
+        parts = documents_under(documents, _PARTS, beginning)
+        return {int(each.name.removeprefix(beginning)): each.body async for each in parts}
 
     async def forget_parts(self, record: FileRecord) -> None:
         documents = await self.documents(record.tenant)
@@ -135,14 +123,28 @@ class FileRecordStore:
             await documents.remove(_PARTS, f"{record.file_id}/{number:05}")
 
     async def page(self, after: str, limit: int, tenant: TenantId | None = None) -> list[FileRecord]:
-        """In the order of their ids, the oldest first: all there are, by their stubs where they lie apart; or those
-        that lie where this tenant's do."""
+        """The oldest first: all files (some as stubs), or those in the document store of this tenant."""
         documents = self._central if tenant is None else await self.documents(tenant)
         return [_records.decode(each.body) for each in await documents.listing(COLLECTION, after, limit)]
 
 
+async def documents_under(
+    documents: DocumentStore, collection: str, beginning: str
+) -> AsyncIterator[Document]:
+    """All documents whose name starts with `beginning`."""
+    after = beginning
+    while page := await documents.listing(collection, after, _PAGE):
+        for document in page:
+            if not document.name.startswith(beginning):
+                return
+            yield document
+        if len(page) < _PAGE:
+            return
+        after = page[-1].name
+
+
 def _stub(record: FileRecord) -> FileRecord:
-    """What it takes to find the record, and the bytes; nothing of what they are."""
+    """Only what is needed to find the record and the bytes."""
     return FileRecord(
         record.file_id,
         record.tenant,
@@ -155,7 +157,7 @@ def _stub(record: FileRecord) -> FileRecord:
 
 
 def _taken() -> Fault:
-    return Fault("a new file's id is taken already; try again")
+    return Fault("the id of the new file is taken; try again")
 
 
 async def _get(documents: DocumentStore, file_id: str) -> FileRecord | None:
@@ -167,10 +169,9 @@ async def _put(documents: DocumentStore, record: FileRecord, version: int) -> bo
     return await documents.put(COLLECTION, record.file_id, msgspec.json.encode(record), version=version)
 
 
-_COLLECTION = "file_lineage"
-
-
 class Lineage:
+    """Which files were made from a file. Entries are written before their record."""
+
     def __init__(self, records: FileRecordStore) -> None:
         self._records = records
 
@@ -178,22 +179,22 @@ class Lineage:
         if record.derived_from:
             documents = await self._records.documents(record.tenant)
             for origin in record.derived_from:
-                await documents.put(_COLLECTION, f"{origin}/{record.file_id}", b"", version=None)
+                await documents.put(_LINEAGE, f"{origin}/{record.file_id}", b"", version=None)
 
     async def forget(self, record: FileRecord) -> None:
         if record.derived_from:
             documents = await self._records.documents(record.tenant)
             for origin in record.derived_from:
-                await documents.remove(_COLLECTION, f"{origin}/{record.file_id}")
+                await documents.remove(_LINEAGE, f"{origin}/{record.file_id}")
 
     async def derived(self, origin: FileRecord, after: str, limit: int) -> FilePage:
-        """Files that are there, the oldest first."""
+        """Complete files, the oldest first."""
         documents, beginning = await self._records.documents(origin.tenant), f"{origin.file_id}/"
-        page = await documents.listing(_COLLECTION, beginning + after, limit)
+        page = await documents.listing(_LINEAGE, beginning + after, limit)
         names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
         found = [await self._records.get(name, origin.tenant) for name in names]
-        # Whoever announces a file says what it was made from: of another tenant's it is not believed.
-        told = [
+        # Callers may announce any origin, also a file of another tenant.
+        visible = [
             each for each in found if each is not None and each.is_complete and each.tenant == origin.tenant
         ]
-        return FilePage(told, names[-1] if len(names) == limit else None)
+        return FilePage(visible, names[-1] if len(names) == limit else None)

@@ -1,7 +1,6 @@
-"""What is known of each file: a record that is made, changed and forgotten here, wherever it and the bytes lie.
+"""The life of a file record: reserved, received, completed, deleted after its retention.
 
-A file is named by its id alone, which nobody chooses and which tells when it was made. Whose cabinet a record lies in
-is `record_store.py`'s; bytes, and links to them, are `local.py`'s and `s3.py`'s.
+`record_store.py` knows where records are; `local.py` and `s3.py` have the bytes and the links.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _LOG = logging.getLogger(__name__)
 
 GRANT_S = 900.0
 KEEP_S = 7 * 86400.0
-"""As long as the jobs that failed: afterwards nothing refers to a file any more."""
-_LONGER = 1.01
-"""Swept a little after its time is over, so that none goes between being named in time and being noted as in use."""
+"""As long as failed jobs: after that no job refers to a file."""
+_GRACE = 1.01
+"""Files go a little after their time: a job may name one just before and mark it as in use just after."""
 MAX_FILE_BYTES = 64 * 2**30
 PAGE = 200
 PAGES = 20
@@ -36,7 +35,7 @@ _ID = re.compile(r"f_([0-9a-f]{12})[0-9a-f]{20}")
 
 
 class FileRecords:
-    """What `LocalFileStore` and `S3FileStore` have in common: half of `FileStore`."""
+    """The part of `FileStore` that `LocalFileStore` and `S3FileStore` share."""
 
     def __init__(
         self,
@@ -48,41 +47,41 @@ class FileRecords:
         documents_of: DocumentsOf | None,
         tenant_bytes: int | None,
     ) -> None:
-        """`tenant_bytes`: what all files of one tenant may take together. None: as much as there is."""
+        """`tenant_bytes`: the quota of one tenant. None: no quota."""
         self._documents = documents
         self._records = FileRecordStore(documents, documents_of)
         self._lineage = Lineage(self._records)
-        self._room = StorageQuota(self._records, clock, tenant_bytes)
+        self._quota = StorageQuota(self._records, clock, tenant_bytes)
         self._clock = clock
         self._max_bytes = max_bytes
         self._grant_s = grant_s
         self._keep_s = keep_s
         self._pruned_at = clock.now()
         self._pruned_to = ""
-        self.in_use: Callable[[str], Awaitable[bool]] = _nowhere
+        self.in_use: Callable[[str], Awaitable[bool]] = _never_in_use
 
     async def reserve(self, tenant: TenantId, **said: Unpack[FileAnnouncement]) -> FileRecord:
         if (said.get("size") or 0) > self._max_bytes:
-            raise self._too_large()
+            raise too_large(self._max_bytes)
         now = self._clock.now()
         if now - self._pruned_at >= _PRUNE_EVERY_S:
             self._pruned_at = now
             await self._tidy(1)
-        await self._room.take(tenant, said.get("size") or 0)
-        # Ids grow with time, so that old files stand first in a list.
+        await self._quota.take(tenant, said.get("size") or 0)
+        # Ids start with the time, so lists have old files first.
         file_id = f"f_{int(now * 1000):012x}{secrets.token_hex(10)}"
         record = FileRecord(file_id, tenant, now, **said)
         await self._lineage.note(record)
         await self._records.add(record)
-        # The entry stands as long as the record or shorter: one that is left over would take room for ever.
-        await self._room.note(record)
+        # After the record: an entry without a record would use up the quota for ever.
+        await self._quota.note(record)
         return record
 
     async def derived(self, record: FileRecord, after: str = "", limit: int = PAGE) -> FilePage:
         return await self._lineage.derived(record, after, limit)
 
     async def listing(self, after: str, limit: int, tenant: TenantId | None = None) -> FilePage:
-        """A tenant's, or all there are, the oldest first."""
+        """The oldest first; `tenant` None: of all tenants."""
         page = await self._records.page(after, limit, tenant)
         found = [await self._records.whole(each) for each in page if tenant in (None, each.tenant)]
         return FilePage(found, page[-1].file_id if len(page) == limit else None)
@@ -108,7 +107,7 @@ class FileRecords:
         return record
 
     async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None:
-        """It goes with the file it is of, and before it only if another takes its place."""
+        """A thumbnail is deleted with its file, or when a new one replaces it."""
         replaced: str | None = None
 
         def noted(record: FileRecord) -> dict[str, object]:
@@ -120,10 +119,10 @@ class FileRecords:
         if replaced is not None and (old := await self.get(replaced)) is not None:
             await self._forget(old)
 
-    # the end of files
+    # deletion
 
     async def tidy(self) -> None:
-        """Forgets those whose time is over, a good many at once. Asked for once in a while."""
+        """Deletes expired files. The hub calls this from time to time."""
         self._pruned_at = self._clock.now()
         await self._tidy(PAGES)
 
@@ -131,7 +130,7 @@ class FileRecords:
         await self._prune(pages)
 
     async def _remove(self, record: FileRecord) -> None:
-        """The bytes, if they are there."""
+        """Deletes the bytes, if there are any."""
         raise NotImplementedError
 
     async def _prune(self, pages: int) -> None:
@@ -141,14 +140,11 @@ class FileRecords:
                 return
 
     async def _prune_page(self) -> None:
-        """The oldest stand first in the drawer. The bytes go before the record: what is left over is found again.
-
-        Old files in use stay; where they fill a page, the next look goes on behind them.
-        """
+        """Deletes the expired files of one page, except those in use. The next call continues after it."""
         page = await self._records.page(self._pruned_to, PAGE)
         self._pruned_to = page[-1].file_id if len(page) == PAGE else ""
         for record in page:
-            if not self._is_over(record.created_at):
+            if not self._is_expired(record.created_at):
                 self._pruned_to = ""
                 break
             if await self.in_use(record.file_id):
@@ -156,11 +152,11 @@ class FileRecords:
             try:
                 await self._forget(record)
             except (Fault, OSError) as error:
-                # Whoever brings a new file is not to blame for an old one, nor one tenant for another's database.
-                _LOG.warning("the file %s cannot be removed: %s", record.file_id, error)
+                # The caller uploads another file, perhaps for another tenant.
+                _LOG.warning("cannot delete the file %s, will retry: %s", record.file_id, error)
 
     async def forget_tenant(self, tenant: TenantId) -> int:
-        """All its files, bytes and records, whether in use or not; how many there were. May be repeated."""
+        """Deletes all files of a tenant, even those in use, and answers how many. May be repeated."""
         count, after = 0, ""
         while page := await self._records.page(after, PAGE, tenant):
             after = page[-1].file_id
@@ -171,7 +167,7 @@ class FileRecords:
         return count
 
     async def forget(self, record: FileRecord) -> None:
-        """With its bytes and its thumbnails, now. Whether anybody needs it is the hub's to ask."""
+        """Deletes a file with its bytes and thumbnails. The caller checks that no job needs it."""
         await self._forget(record)
 
     async def _forget(self, record: FileRecord) -> None:
@@ -180,13 +176,14 @@ class FileRecords:
         for each in record.thumbnails.values():
             if (thumbnail := await self._records.get(each, record.tenant)) is not None:
                 await self._forget(thumbnail)
+        # The record goes last: a leftover record is found again.
         await self._remove(record)
         await self._lineage.forget(record)
-        await self._room.forget(record)
+        await self._quota.forget(record)
         await self._records.remove(record)
 
-    def _is_over(self, since: float) -> bool:
-        return since <= self._clock.now() - self._keep_s * _LONGER
+    def _is_expired(self, since: float) -> bool:
+        return since <= self._clock.now() - self._keep_s * _GRACE
 
     # bounds
 
@@ -194,21 +191,21 @@ class FileRecords:
         return self._max_bytes if record.size is None else min(record.size, self._max_bytes)
 
     async def arriving(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Of a file whose size nobody has said: as much as a file may have, and as there is room for meanwhile."""
+        """Passes on the pieces of a file of unknown size, within the size limit and the quota."""
         size = 0
-        async with aclosing(self._room.arriving(tenant, pieces)) as let_in:
-            async for piece in let_in:
+        async with aclosing(self._quota.arriving(tenant, pieces)) as accepted:
+            async for piece in accepted:
                 size += len(piece)
                 if size > self._max_bytes:
-                    raise self._too_large()
+                    raise too_large(self._max_bytes)
                 yield piece
 
-    def _too_large(self, bound: int | None = None) -> Refusal:
-        most = self._max_bytes if bound is None else bound
-        return Refusal(RefusalCode.TOO_LARGE, f"this file may have {most} bytes and no more", max_bytes=most)
+
+def too_large(most: int) -> Refusal:
+    return Refusal(RefusalCode.TOO_LARGE, f"this file may have at most {most} bytes", max_bytes=most)
 
 
-async def _nowhere(_: str) -> bool:
+async def _never_in_use(_: str) -> bool:
     return False
 
 
@@ -221,24 +218,32 @@ def is_file_id(text: str) -> bool:
 
 
 def made_at(file_id: str) -> float | None:
-    """When the file of this id was made; None: no id of ours."""
+    """The time in a file id; None: it is not a file id."""
     found = _ID.fullmatch(file_id)
     return None if found is None else int(found[1], 16) / 1000
 
 
 def check_is_open(record: FileRecord) -> None:
     if record.received_at is not None:
-        raise Refusal(RefusalCode.WRONG_PHASE, "this file has been received already: make a new one")
+        raise already_received()
+
+
+def already_received() -> Refusal:
+    return Refusal(RefusalCode.WRONG_PHASE, "this file has been received already: create a new one")
 
 
 def check_is(record: FileRecord, size: int, digest: str, then: str = "send it again") -> None:
     if record.size is not None and size != record.size:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"{size} bytes came, {record.size} were announced: {then}")
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"{size} bytes were received, but {record.size} were announced: {then}",
+        )
     if record.sha256 is not None and not hmac.compare_digest(digest, record.sha256):
         raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"what came has another SHA-256 than was announced: {then}"
+            RefusalCode.INVALID_REQUEST,
+            f"the SHA-256 of the received file differs from the announced one: {then}",
         )
 
 
 def in_one_piece() -> Refusal:
-    return Refusal(RefusalCode.INVALID_REQUEST, "this file goes up in one piece: PUT it to its link")
+    return Refusal(RefusalCode.INVALID_REQUEST, "this file is uploaded in one piece: PUT it to its link")

@@ -1,8 +1,8 @@
-"""Files in S3-compatible storage: a record in the cabinet, the bytes in a bucket, links signed for one object each.
+"""A file store in S3-compatible storage. Callers and workers transfer bytes directly, by signed links.
 
-Bytes travel between callers, workers and the storage; the hub looks at what came before it believes it. A link to
-write binds length, type and SHA-256, and writes over nothing. Whatever cannot be fenced has a key of its own: that of
-its tenant, job, lease and file. Who may have a link is the hub's to decide.
+A link for writing binds length, type and SHA-256 and overwrites nothing; the hub checks each file before it
+counts as complete. Object keys contain the lease, so attempts cannot overwrite each other. The hub decides
+who gets a link.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from comfyfleet.files.records import (
     MAX_FILE_BYTES,
     PAGE,
     FileRecords,
+    already_received,
     check_is,
     check_is_open,
     made_at,
+    too_large,
 )
 from comfyfleet.files.s3_storage import (
     CHECKSUM,
@@ -45,16 +47,16 @@ from comfyfleet.ports import Clock, DocumentStore
 
 _LOG = logging.getLogger(__name__)
 
-_ANEW = "make a new one, and send it there"
+_NEW_FILE = "create a new file and upload it again"
 MAX_PUT_BYTES = 4 * 2**30
-"""Less than any storage takes in one request."""
+"""Every storage accepts this much in one request."""
 LOOK_S = 8.0
-"""Less than an agent waits for an answer."""
-_DIFFERS = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest"})
+"""Shorter than an agent's request timeout."""
+_DIGEST_ERRORS = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest"})
 
 
 class S3FileStore(FileRecords):
-    """An async context manager: it owns its connections and the task that sweeps. A prefix belongs to one fleet."""
+    """An async context manager. A prefix belongs to one fleet."""
 
     def __init__(
         self,
@@ -77,12 +79,12 @@ class S3FileStore(FileRecords):
         self._storage = S3Storage(bucket, credentials)
         self._multipart = S3Multipart(self._storage)
         self._uploads = PartUploads(self._multipart, self._records, part_bytes, max_put_bytes)
-        self._look_s = look_s
-        self._looks: dict[str, asyncio.Task[FileRecord]] = {}
+        self._check_s = look_s
+        self._checks: dict[str, asyncio.Task[FileRecord]] = {}
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._sweeping: asyncio.Task[None] | None = None
-        self._swept_to = ""
-        self._given_up_to: MultipartUpload | None = None
+        self._next_key = ""
+        self._next_upload: MultipartUpload | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,13 +99,13 @@ class S3FileStore(FileRecords):
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
             self._sweeping = None
-        for look in list(self._looks.values()):
-            look.cancel()
-            await asyncio.wait({look})
+        for check in list(self._checks.values()):
+            check.cancel()
+            await asyncio.wait({check})
         await self._storage.close()
 
     async def look(self) -> None:
-        """Whether the storage is there and takes our credentials. Raises `Fault`."""
+        """Raises `Fault` if the storage is unreachable or refuses our credentials."""
         await self._storage.keys(self._prefix, "", 1)
 
     # records
@@ -112,37 +114,34 @@ class S3FileStore(FileRecords):
         if said.get("size") is None:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                "say the size: this hub's files lie in a storage whose links are signed for an exact length",
+                "give the size: this hub's storage signs links for an exact length",
                 field="size",
             )
         return await super().reserve(tenant, **said)
 
     async def complete(self, file_id: str) -> FileRecord:
-        """Looked at once, however often it is asked for meanwhile: of a large file that takes longer than anybody waits
-        for an answer."""
-        look = self._looks.get(file_id)
-        if look is None:
-            look = self._looks[file_id] = asyncio.create_task(
-                self._look_at(file_id), name=f"look at {file_id}"
-            )
-            look.add_done_callback(lambda done: self._looked(file_id, done))
-        await asyncio.wait({look}, timeout=self._look_s)
-        if not look.done():
+        """Simultaneous calls share one check, which may take longer than a request."""
+        check = self._checks.get(file_id)
+        if check is None:
+            check = self._checks[file_id] = asyncio.create_task(self._check(file_id), name=f"check {file_id}")
+            check.add_done_callback(lambda done: self._checked(file_id, done))
+        await asyncio.wait({check}, timeout=self._check_s)
+        if not check.done():
             raise Refusal(
                 RefusalCode.UNAVAILABLE,
-                f"the file {file_id!r} is being looked at where it lies, which takes a while: ask again",
+                f"the hub is still checking the file {file_id!r} in the storage: ask again",
                 retry_after_s=1.0,
             )
-        return look.result()
+        return check.result()
 
-    def _looked(self, file_id: str, look: asyncio.Task[FileRecord]) -> None:
-        del self._looks[file_id]
-        if not look.cancelled():
-            # Nobody may be waiting for it any more.
-            look.exception()
+    def _checked(self, file_id: str, check: asyncio.Task[FileRecord]) -> None:
+        del self._checks[file_id]
+        if not check.cancelled():
+            # Retrieve the exception, or asyncio logs it.
+            check.exception()
 
-    async def _look_at(self, file_id: str) -> FileRecord:
-        """Its size, and its SHA-256 as the storage computed it; where it computes none, by reading it once."""
+    async def _check(self, file_id: str) -> FileRecord:
+        """Compares size and SHA-256. Reads the whole file if the storage computes no SHA-256."""
         record = await self._known(file_id)
         if record.is_complete:
             return record
@@ -152,18 +151,16 @@ class S3FileStore(FileRecords):
             await self._uploads.put_together(record, key)
             found = await self._storage.head(key)
         if found is None:
-            raise Refusal(
-                RefusalCode.WRONG_PHASE, "nothing has been received yet: PUT the file to its link first"
-            )
-        # What lies there stays: a link writes over nothing. Of the wrong size, it need not be read.
-        check_is(record, found.size, record.sha256 or "", _ANEW)
+            raise Refusal(RefusalCode.WRONG_PHASE, "the file has not been received: PUT it to its link first")
+        # Check the size first: then a file of the wrong size is not read.
+        check_is(record, found.size, record.sha256 or "", _NEW_FILE)
         digest = found.sha256 or await self._digest(record)
-        check_is(record, found.size, digest, _ANEW)
+        check_is(record, found.size, digest, _NEW_FILE)
         now = self._clock.now()
         done = await self._change(
             file_id, size=found.size, sha256=digest, received_at=record.received_at or now, is_complete=True
         )
-        # What else was sent of it in parts counts for nothing any more.
+        # Abort other uploads of its parts.
         await self._uploads.forget(done, key)
         return done
 
@@ -182,12 +179,12 @@ class S3FileStore(FileRecords):
         if method == "PUT":
             if (plan := self.parts(record)) is not None and plan.is_required:
                 raise Refusal(
-                    RefusalCode.INVALID_REQUEST, "this file is too large for one piece: send it in parts"
+                    RefusalCode.INVALID_REQUEST, "this file is too large for one piece: upload it in parts"
                 )
             headers = _bound_headers(record)
             url = self._storage.signed("PUT", self._key(record), now, expires_s, headers)
             return FileGrant("PUT", url, now + expires_s, headers)
-        # What somebody else uploaded is never shown as a page of the storage.
+        # As an attachment: a browser must not show an upload as a page of the storage.
         query = {
             "response-content-disposition": f"attachment; filename*=UTF-8''{quote(record.name, safe='')}",
             "response-content-type": record.content_type,
@@ -203,7 +200,7 @@ class S3FileStore(FileRecords):
         return await self._uploads.grants(record, self._key(record), digests, now, int(self._grant_s))
 
     def _key(self, record: FileRecord) -> str:
-        """With the lease's number, so that of two attempts neither can write what the other's completion names."""
+        """Contains the attempt, so two attempts cannot overwrite each other's outputs."""
         tenant = quote(record.tenant, safe="").replace(".", "%2E")
         folder = record.attempt_id or ("thumbnails" if record.kind == "thumbnail" else "inputs")
         return f"{self._prefix}{tenant}/{folder}/{record.file_id}"
@@ -211,7 +208,7 @@ class S3FileStore(FileRecords):
     # bytes
 
     async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord:
-        """For whoever is in the hub's own process; all others have links."""
+        """For callers in the hub's process; all others use links."""
         check_is_open(record)
         counted = _Counted(pieces, self._bound(record))
         try:
@@ -221,14 +218,12 @@ class S3FileStore(FileRecords):
                 await self._storage.write(self._key(record), counted.pieces(), _bound_headers(record))
         except StorageRefused as refused:
             if refused.code == TAKEN:
-                raise Refusal(
-                    RefusalCode.WRONG_PHASE, "this file has been received already: make a new one"
-                ) from refused
-            if refused.code in _DIFFERS and record.sha256 != counted.sha256:
+                raise already_received() from refused
+            if refused.code in _DIGEST_ERRORS and record.sha256 != counted.sha256:
                 check_is(record, counted.size, counted.sha256)
             raise
         except Fault:
-            # The sender's own end cut the request short: then that is what happened.
+            # An error of the sender ended the request: raise that one.
             if counted.error is not None:
                 raise counted.error from None
             raise
@@ -247,18 +242,20 @@ class S3FileStore(FileRecords):
                     yield piece
         except StorageRefused as refused:
             if refused.status == 404:
-                raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} is not here") from None
+                raise Refusal(
+                    RefusalCode.NOT_FOUND, f"the file {record.file_id!r} is not in the storage"
+                ) from None
             raise
 
-    # the end of files
+    # deletion
 
     async def _tidy(self, pages: int) -> None:
-        """Beside whoever happened to bring a file: a storage answers slowly, or not at all."""
+        """Runs in the background, because the storage may be slow."""
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = asyncio.create_task(self._sweep(pages), name="sweep of files")
 
     async def swept(self) -> None:
-        """Until the sweep that is under way is over."""
+        """Waits for the running cleanup."""
         if self._sweeping is not None:
             await asyncio.wait({self._sweeping})
 
@@ -267,8 +264,7 @@ class S3FileStore(FileRecords):
             await self._prune(pages)
             await self._remove_orphans()
         except Exception as error:
-            # The next one finds what this one left.
-            _LOG.warning("old files could not be swept: %s", error)
+            _LOG.warning("cannot delete old files, will retry: %s", error)
 
     async def _remove(self, record: FileRecord) -> None:
         key = self._key(record)
@@ -276,15 +272,14 @@ class S3FileStore(FileRecords):
         await self._uploads.forget(record, key)
 
     async def _remove_orphans(self) -> None:
-        """Old objects, and uploads in parts, that no record tells of: a page each time. Foreign names are not touched,
-        nor young ones."""
-        page = await self._storage.keys(self._prefix, self._swept_to, PAGE)
-        self._swept_to = page[-1] if len(page) == PAGE else ""
+        """Deletes a page of old objects and uploads without a record. Keeps objects with other names."""
+        page = await self._storage.keys(self._prefix, self._next_key, PAGE)
+        self._next_key = page[-1] if len(page) == PAGE else ""
         for key in page:
             if await self._is_orphan(key):
                 await self._storage.remove(key)
-        uploads = await self._multipart.uploads(self._prefix, self._given_up_to, PAGE)
-        self._given_up_to = uploads[-1] if len(uploads) == PAGE else None
+        uploads = await self._multipart.uploads(self._prefix, self._next_upload, PAGE)
+        self._next_upload = uploads[-1] if len(uploads) == PAGE else None
         for upload in uploads:
             if await self._is_orphan(upload.key):
                 await self._multipart.give_up(upload.key, upload.upload_id)
@@ -292,22 +287,22 @@ class S3FileStore(FileRecords):
     async def _is_orphan(self, key: str) -> bool:
         file_id = key.rpartition("/")[2]
         since = made_at(file_id)
-        if since is None or not self._is_over(since):
+        if since is None or not self._is_expired(since):
             return False
         tenant = TenantId(unquote(key.removeprefix(self._prefix).partition("/")[0]))
         try:
             return await self.get(file_id, tenant) is None
         except Fault as fault:
-            # While its tenant's database is away nobody knows; it will be seen again.
-            _LOG.warning("whether %s is an orphan cannot be told: %s", file_id, fault)
+            # The tenant database is unreachable: a later cleanup finds the file again.
+            _LOG.warning("cannot tell whether %s is an orphan, will retry: %s", file_id, fault)
             return False
 
 
 def _bound_headers(record: FileRecord) -> dict[str, str]:
-    """What a link to write is signed for."""
+    """The headers that a link for writing is signed for."""
     if record.size is None:
-        # Announced when files still lay elsewhere.
-        raise Refusal(RefusalCode.WRONG_PHASE, "this file was announced without its size: make a new one")
+        # Announced before the hub used this storage.
+        raise Refusal(RefusalCode.WRONG_PHASE, "this file was announced without its size: create a new one")
     headers = {
         "content-length": str(record.size),
         "content-type": record.content_type,
@@ -319,7 +314,7 @@ def _bound_headers(record: FileRecord) -> dict[str, str]:
 
 
 class _Counted:
-    """Pieces on their way, counted. An end that comes too soon or too late is kept: the way there loses why."""
+    """Counts pieces, and keeps the error of a wrong length: the HTTP client would lose it."""
 
     def __init__(self, pieces: AsyncIterator[bytes], length: int) -> None:
         self._pieces = pieces
@@ -337,17 +332,13 @@ class _Counted:
             async for piece in self._pieces:
                 self.size += len(piece)
                 if self.size > self._length:
-                    raise Refusal(
-                        RefusalCode.TOO_LARGE,
-                        f"this file may have {self._length} bytes and no more",
-                        max_bytes=self._length,
-                    )
+                    raise too_large(self._length)
                 self._digest.update(piece)
                 yield piece
             if self.size < self._length:
                 raise Refusal(
                     RefusalCode.INVALID_REQUEST,
-                    f"{self.size} bytes came, {self._length} were announced: send it again",
+                    f"{self.size} bytes were received, but {self._length} were announced: send it again",
                 )
         except Exception as error:
             self.error = error

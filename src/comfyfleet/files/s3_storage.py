@@ -1,18 +1,7 @@
-"""One bucket of S3-compatible storage as the hub uses it: look, read, write, remove, list. Signed requests over HTTP.
+"""A client for one bucket of S3-compatible storage: presigned URLs, objects, multipart uploads.
 
-A storage that cannot be reached, or does not take the hub's credentials, is a `Fault`: no caller of the hub can do
-anything about it. What objects are for is `s3.py`'s. Neither addresses nor errors that leave here carry a signature.
-
-Requests to S3-compatible storage, signed in their address (AWS Signature Version 4): one object, one method, for a
-while.
-
-Headers that are given become part of the signature, so whoever uses the address sends exactly those. Pure: time and
-credentials are arguments. What is asked for, and what answers mean, is `s3_storage.py`'s.
-
-Uploads in parts, as S3-compatible storage knows them: begun, listed, put together, given up.
-
-Parts are put by whoever has links to them; here is what the hub does with its own credentials. What an upload is for is
-`s3.py`'s.
+Connection and credential errors are `Fault`s, because no caller of the hub can correct them. Error messages
+contain no signature. `s3.py` decides what the objects are for.
 """
 
 from __future__ import annotations
@@ -37,7 +26,7 @@ from comfyfleet.model.errors import Fault
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
 MAX_EXPIRY_S = 7 * 86400
-"""More than this no storage grants."""
+"""The maximum of the protocol."""
 
 
 class S3Credentials(msgspec.Struct, frozen=True):
@@ -46,18 +35,18 @@ class S3Credentials(msgspec.Struct, frozen=True):
     session_token: str | None = None
 
     def __repr__(self) -> str:
-        # Whatever prints or logs us prints no secret.
+        # Keep the secret out of logs.
         return f"Credentials({self.access_key[:4]}…)"
 
 
 class S3Bucket(msgspec.Struct, frozen=True):
-    """Where objects lie: `endpoint` is the storage's address, without the bucket."""
+    """`endpoint` is the storage's URL without the bucket."""
 
     endpoint: str
     region: str
     name: str
     path_style: bool = True
-    """The bucket stands in the path; else before the host's name."""
+    """True: the bucket is in the path; False: in the host name."""
 
     @property
     def host(self) -> str:
@@ -65,7 +54,7 @@ class S3Bucket(msgspec.Struct, frozen=True):
         return host if self.path_style else f"{self.name}.{host}"
 
     def path(self, key: str) -> str:
-        """Of an object; of the bucket itself for an empty key. Quoted once: S3 alone of all services wants that."""
+        """An empty key means the bucket. S3, unlike other AWS services, quotes the path only once."""
         base = urlsplit(self.endpoint).path.rstrip("/")
         return base + quote(f"/{self.name}/{key}" if self.path_style else f"/{key}", safe="/-._~")
 
@@ -81,14 +70,14 @@ def presigned(
     headers: Mapping[str, str] | None = None,
     query: Mapping[str, str] | None = None,
 ) -> str:
-    """The address. `headers` must be sent with the request, exactly as they are here."""
+    """A presigned URL. The request must have exactly these `headers`."""
     assert 0 < expires_s <= MAX_EXPIRY_S
     instant = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     scope = f"{instant[:8]}/{bucket.region}/s3/aws4_request"
     signed = {name.lower(): " ".join(value.split()) for name, value in (headers or {}).items()}
     signed["host"] = bucket.host
     names = ";".join(sorted(signed))
-    asked = {
+    parameters = {
         **(query or {}),
         "X-Amz-Algorithm": _ALGORITHM,
         "X-Amz-Credential": f"{credentials.access_key}/{scope}",
@@ -97,9 +86,11 @@ def presigned(
         "X-Amz-SignedHeaders": names,
     }
     if credentials.session_token is not None:
-        asked["X-Amz-Security-Token"] = credentials.session_token
+        parameters["X-Amz-Security-Token"] = credentials.session_token
     path = bucket.path(key)
-    line = "&".join(f"{name}={value}" for name, value in sorted(_quoted(*each) for each in asked.items()))
+    line = "&".join(
+        f"{name}={value}" for name, value in sorted(_quoted(*each) for each in parameters.items())
+    )
     lines = "".join(f"{name}:{value}\n" for name, value in sorted(signed.items()))
     request = f"{method}\n{path}\n{line}\n{lines}\n{names}\nUNSIGNED-PAYLOAD"
     text = f"{_ALGORITHM}\n{instant}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
@@ -120,17 +111,17 @@ def _signing_key(credentials: S3Credentials, scope: str) -> bytes:
 
 CHECKSUM = "x-amz-checksum-sha256"
 _EXPIRES_S = 300
-"""Of a request that is sent at once; clocks may differ."""
+"""For the hub's own requests: clocks may differ."""
 _ANSWER_S = 15.0
 _QUIET_S = 60.0
 _PIECE = 1 << 20
-_MAX_LISTING = 4 << 20
+_MAX_XML = 4 << 20
 _MAX_ERROR = 4_096
 _CONNECTIONS = 64
 
 
 class StorageRefused(Fault):
-    """It answered, and the answer is no."""
+    """The storage answered with an error."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -141,12 +132,10 @@ class StorageRefused(Fault):
 class StoredObject(msgspec.Struct, frozen=True):
     size: int
     sha256: str | None
-    """As the storage computed it, where it does."""
+    """None: the storage does not compute it."""
 
 
 class S3Storage:
-    """Closing twice is harmless."""
-
     def __init__(self, bucket: S3Bucket, credentials: S3Credentials) -> None:
         self.bucket = bucket
         self._credentials = credentials
@@ -166,7 +155,7 @@ class S3Storage:
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> str:
-        """An address for somebody else."""
+        """A presigned URL for a caller or worker."""
         return presigned(
             self.bucket,
             self._credentials,
@@ -195,35 +184,37 @@ class S3Storage:
                 yield piece
 
     async def write(self, key: str, content: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
-        """`headers` with the length; the storage refuses whatever does not fit them."""
+        """`headers` include the length; the storage refuses content that does not match them."""
         async with self.asked("PUT", key, headers=headers, content=content, is_long=True):
             pass
 
-    async def remove(self, key: str) -> None:
-        """One that is not there is removed already."""
+    async def remove(self, key: str, query: Mapping[str, str] | None = None) -> None:
+        """Also succeeds if the object or upload does not exist."""
         try:
-            async with self.asked("DELETE", key):
+            async with self.asked("DELETE", key, query=query):
                 pass
         except StorageRefused as refused:
             if refused.status != 404:
                 raise
 
     async def keys(self, prefix: str, after: str, limit: int) -> list[str]:
-        """In their order; those behind `after`."""
         query = {"list-type": "2", "prefix": prefix, "max-keys": str(limit)}
         if after:
             query["start-after"] = after
         async with self.asked("GET", "", query=query) as response:
-            content = await response.content.read(_MAX_LISTING)
-            while piece := await response.content.read(_MAX_LISTING):
-                content += piece
-                if len(content) > _MAX_LISTING:
-                    raise Fault(f"{self._place} sent a list that is too long")
-        try:
-            root = ElementTree.fromstring(content)
-        except ElementTree.ParseError as error:
-            raise Fault(f"{self._place} sent a list that cannot be read: {error}") from error
+            root = await self.read_xml(response)
         return [each.text for each in root.iterfind("{*}Contents/{*}Key") if each.text]
+
+    async def read_xml(self, response: aiohttp.ClientResponse) -> ElementTree.Element:
+        content = b""
+        while piece := await response.content.read(_MAX_XML):
+            content += piece
+            if len(content) > _MAX_XML:
+                raise Fault(f"{self._place} sent too long an answer")
+        try:
+            return ElementTree.fromstring(content)
+        except ElementTree.ParseError as error:
+            raise Fault(f"{self._place} sent an unreadable answer: {error}") from error
 
     @property
     def _place(self) -> str:
@@ -240,8 +231,8 @@ class S3Storage:
         content: AsyncIterator[bytes] | bytes | None = None,
         is_long: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Signed by the hub's own credentials and sent at once."""
-        # By this machine's clock, never a store's: the storage compares it with its own.
+        """Sends a request with the hub's credentials."""
+        # This machine's clock, not the store's: the storage compares it with its own.
         url = self.signed(method, key, time.time(), _EXPIRES_S, headers, query)
         try:
             async with self._opened().request(
@@ -258,7 +249,7 @@ class S3Storage:
                     raise self.refused(response.status, await response.content.read(_MAX_ERROR))
                 yield response
         except aiohttp.ClientConnectorError as error:
-            raise Fault(f"{self._place} cannot be reached: {error.os_error}") from error
+            raise Fault(f"cannot reach {self._place}: {error.os_error}") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Fault(f"{self._place} did not answer: {type(error).__name__}") from error
 
@@ -266,9 +257,11 @@ class S3Storage:
         code = _code(body)
         what = f"{self._place} answered {status} {code}".rstrip()
         if code == "NoSuchBucket":
-            what += f": make the bucket {self.bucket.name!r}"
+            what += f": create the bucket {self.bucket.name!r}"
         elif status in (301, 307, 400, 401, 403):
-            what += f": look at address, region ({self.bucket.region}) and credentials, and what they may do there"
+            what += (
+                f": check the URL, the region ({self.bucket.region}), the credentials and their permissions"
+            )
         return StorageRefused(status, code, what)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -283,7 +276,7 @@ class S3Storage:
 
 
 def _digest(checksum: str | None) -> str | None:
-    """Of the whole object; that of one sent in parts is a checksum of checksums and says nothing here."""
+    """None for the checksum of checksums that an object uploaded in parts has."""
     try:
         digest = base64.b64decode(checksum or "", validate=True)
     except (binascii.Error, ValueError):
@@ -300,7 +293,6 @@ def _code(body: bytes) -> str:
 
 
 _PAGE = 1_000
-_MAX_ANSWER = 4 << 20
 _GONE = "NoSuchUpload"
 
 
@@ -321,30 +313,30 @@ class S3Multipart:
         self._storage = storage
 
     async def begin(self, key: str, content_type: str, *, is_checked: bool) -> str:
-        """`is_checked`: a SHA-256 is said of every part."""
+        """`is_checked`: every part is sent with a SHA-256."""
         headers = {"content-type": content_type}
         if is_checked:
             headers["x-amz-checksum-algorithm"] = "SHA256"
-        root = await self._asked("POST", key, {"uploads": ""}, headers)
+        root = await self._request("POST", key, {"uploads": ""}, headers)
         return _text(root, "UploadId")
 
     def link(
         self, key: str, upload_id: str, number: int, now: float, expires_s: int, headers: Mapping[str, str]
     ) -> str:
-        return self._storage.signed("PUT", key, now, expires_s, headers, _place(upload_id, number))
+        return self._storage.signed("PUT", key, now, expires_s, headers, _part_query(upload_id, number))
 
     async def write(
         self, key: str, upload_id: str, number: int, content: AsyncIterator[bytes], size: int
     ) -> None:
         headers = {"content-length": str(size)}
-        query = _place(upload_id, number)
+        query = _part_query(upload_id, number)
         async with self._storage.asked(
             "PUT", key, headers=headers, query=query, content=content, is_long=True
         ):
             pass
 
     async def parts(self, key: str, upload_id: str) -> list[UploadedPart] | None:
-        """In their order. None: there is no such upload (any more)."""
+        """In order. None: there is no such upload."""
         found: list[UploadedPart] = []
         after = 0
         while True:
@@ -354,7 +346,7 @@ class S3Multipart:
                 "part-number-marker": str(after),
             }
             try:
-                root = await self._asked("GET", key, query)
+                root = await self._request("GET", key, query)
             except StorageRefused as refused:
                 if refused.code == _GONE or refused.status == 404:
                     return None
@@ -374,7 +366,7 @@ class S3Multipart:
             after = page[-1].number
 
     async def put_together(self, key: str, upload_id: str, parts: list[UploadedPart]) -> None:
-        """Where an object lies already it stays, and the storage refuses."""
+        """Refused if the object exists already."""
         content = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(part.etag)}</ETag>"
             + (f"<ChecksumSHA256>{escape(part.checksum)}</ChecksumSHA256>" if part.checksum else "")
@@ -386,29 +378,23 @@ class S3Multipart:
             f"{content}</CompleteMultipartUpload>"
         ).encode()
         headers = {"content-type": "application/xml", "if-none-match": "*"}
-        await self._asked("POST", key, {"uploadId": upload_id}, headers, body)
+        await self._request("POST", key, {"uploadId": upload_id}, headers, body)
 
     async def give_up(self, key: str, upload_id: str) -> None:
-        """One that is not there is given up already."""
-        try:
-            async with self._storage.asked("DELETE", key, query={"uploadId": upload_id}):
-                pass
-        except StorageRefused as refused:
-            if refused.status != 404:
-                raise
+        await self._storage.remove(key, {"uploadId": upload_id})
 
     async def uploads(self, prefix: str, after: MultipartUpload | None, limit: int) -> list[MultipartUpload]:
-        """Those under way, in the order of their keys."""
+        """Unfinished uploads, ordered by key."""
         query = {"uploads": "", "prefix": prefix, "max-uploads": str(limit)}
         if after is not None:
             query |= {"key-marker": after.key, "upload-id-marker": after.upload_id}
-        root = await self._asked("GET", "", query)
+        root = await self._request("GET", "", query)
         return [
             MultipartUpload(_text(each, "Key"), _text(each, "UploadId"))
             for each in root.iterfind("{*}Upload")
         ]
 
-    async def _asked(
+    async def _request(
         self,
         method: str,
         key: str,
@@ -419,18 +405,10 @@ class S3Multipart:
         async with self._storage.asked(
             method, key, headers=headers, query=query, content=content, is_long=True
         ) as response:
-            answer = await response.content.read(_MAX_ANSWER)
-            while piece := await response.content.read(_MAX_ANSWER):
-                answer += piece
-                if len(answer) > _MAX_ANSWER:
-                    raise Fault("the storage sent an answer that is too long")
-        try:
-            root = ElementTree.fromstring(answer)
-        except ElementTree.ParseError as error:
-            raise Fault(f"the storage sent an answer that cannot be read: {error}") from error
+            root = await self._storage.read_xml(response)
         if root.tag.rpartition("}")[2] == "Error":
-            # Putting together may take long: the answer begins with yes before it is known.
-            raise self._storage.refused(500, answer)
+            # Assembling takes long, so the storage sends its status before it knows the result.
+            raise self._storage.refused(500, ElementTree.tostring(root))
         return root
 
 
@@ -438,7 +416,7 @@ def part_headers(size: int, checksum: str) -> dict[str, str]:
     return {"content-length": str(size), CHECKSUM: checksum}
 
 
-def _place(upload_id: str, number: int) -> dict[str, str]:
+def _part_query(upload_id: str, number: int) -> dict[str, str]:
     return {"partNumber": str(number), "uploadId": upload_id}
 
 

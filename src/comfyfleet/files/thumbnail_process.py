@@ -1,8 +1,7 @@
-"""A thumbnail drawn in a process of its own: `python -m comfyfleet.files.thumbnail_process PATH SIZE` writes it
-to its output.
+"""Draws one thumbnail: `python -m comfyfleet.files.thumbnail_process PATH SIZE` writes it to standard output.
 
-Pictures come from anybody. Whatever a decoder does with one, it does it here, with bounded memory, for a short while,
-and without anything of the hub's. What is refused is told by the exit status.
+It runs as a separate process with limited memory and CPU time, because pictures may attack their decoder. The
+exit status tells why there is no thumbnail.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _CPU_S = 20
 
 
 def draw(path: str, size: int) -> bytes | int:
-    """The thumbnail as WebP, or why there is none."""
+    """The thumbnail as WebP, or an exit status."""
     try:
         from PIL import Image
     except ModuleNotFoundError:
         return HAS_NO_PILLOW
-    # The number is compared here; a warning of the library's own would be an error in disguise.
+    # This function checks the number itself.
     Image.MAX_IMAGE_PIXELS = None
     try:
         with Image.open(path, formats=_FORMATS) as picture:
@@ -39,14 +38,14 @@ def draw(path: str, size: int) -> bytes | int:
 def _small(picture: Any, size: int) -> bytes:
     from PIL import ImageOps
 
-    # A JPEG is decoded at a fraction of its size where that is enough.
+    # Decodes a large JPEG at reduced size.
     picture.draft("RGB", (size * 2, size * 2))
-    turned = ImageOps.exif_transpose(picture)
-    turned.thumbnail((size, size))
-    if turned.mode not in ("RGB", "RGBA"):
-        turned = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
-    # Without what the picture says of itself: a thumbnail tells nothing of places and workflows.
-    clean = turned.copy()
+    upright = ImageOps.exif_transpose(picture)
+    upright.thumbnail((size, size))
+    if upright.mode not in ("RGB", "RGBA"):
+        upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+    # Drop metadata such as the location or the workflow.
+    clean = upright.copy()
     clean.info = {}
     target = BytesIO()
     clean.save(target, "WEBP", quality=80)

@@ -1,7 +1,6 @@
-"""Thumbnails of pictures: made when they are first asked for, kept as files of their own, gone with their picture.
+"""Thumbnails: made on first request, stored as files, deleted with their picture.
 
-How one is drawn is `thumbnail_process.py`'s, in a process of its own. A few are drawn at a time; of several
-who ask for the same one, the first has it made.
+`thumbnail_process.py` draws them. Few are drawn at a time, and each only once for simultaneous requests.
 """
 
 from __future__ import annotations
@@ -21,28 +20,30 @@ from comfyfleet.ports import FileStore
 
 SIZES = (64, 128, 256, 512, 1024)
 MAX_BYTES = 256 << 20
-_BATCH_SIZE = 2
-_MOST_WAITING = 64
+_CONCURRENCY = 2
+_MAX_PENDING = 64
 _DRAWN_WITHIN_S = 30.0
 
 
 class Thumbnails:
     def __init__(self, assets: FileStore) -> None:
         self._assets = assets
-        self._free = asyncio.Semaphore(_BATCH_SIZE)
+        self._free = asyncio.Semaphore(_CONCURRENCY)
         self._making: dict[tuple[str, int], asyncio.Task[FileRecord]] = {}
 
     async def get(self, record: FileRecord, size: int) -> FileRecord:
-        """Of a picture, within a square of this size or the next larger one that is kept. Never larger than it is."""
+        """Fits into a square of this size or the next larger one of `SIZES`. Never enlarges the picture."""
         size = next(each for each in SIZES if each >= size)
         known = record.thumbnails.get(str(size))
         if known is not None and (kept := await self._assets.get(known, record.tenant)) is not None:
             return kept
         making = self._making.get((record.file_id, size))
         if making is None:
-            if len(self._making) >= _MOST_WAITING:
+            if len(self._making) >= _MAX_PENDING:
                 raise Refusal(
-                    RefusalCode.UNAVAILABLE, "many thumbnails are being made; try again", retry_after_s=2.0
+                    RefusalCode.UNAVAILABLE,
+                    "the hub is making too many thumbnails; try again",
+                    retry_after_s=2.0,
                 )
             making = asyncio.create_task(self._make(record, size), name=f"thumbnail of {record.file_id}")
             self._making[record.file_id, size] = making
@@ -52,7 +53,7 @@ class Thumbnails:
     def _made(self, file_id: str, size: int, making: asyncio.Task[FileRecord]) -> None:
         del self._making[file_id, size]
         if not making.cancelled():
-            # Nobody may be waiting for it any more.
+            # Retrieve the exception, or asyncio logs it.
             making.exception()
 
     async def _make(self, record: FileRecord, size: int) -> FileRecord:
@@ -61,11 +62,11 @@ class Thumbnails:
                 RefusalCode.WRONG_PHASE, "this file is not complete: PUT it to its link, then complete it"
             )
         if record.kind == "thumbnail":
-            raise Refusal(RefusalCode.INVALID_REQUEST, "this is a thumbnail already")
+            raise Refusal(RefusalCode.INVALID_REQUEST, "this file is a thumbnail already")
         if (record.size or 0) > MAX_BYTES:
             raise Refusal(
                 RefusalCode.TOO_LARGE,
-                f"of files of more than {MAX_BYTES} bytes no thumbnails are made",
+                f"the hub makes no thumbnails of files over {MAX_BYTES} bytes",
                 max_bytes=MAX_BYTES,
             )
         async with self._free:
@@ -120,18 +121,18 @@ async def _drawn(path: Path, size: int) -> bytes:
         case thumbnail_process.HAS_TOO_MANY_PIXELS:
             raise Refusal(
                 RefusalCode.TOO_LARGE,
-                f"of pictures of more than {thumbnail_process.MAX_PIXELS} pixels no thumbnails are made",
+                f"the hub makes no thumbnails of pictures over {thumbnail_process.MAX_PIXELS} pixels",
             )
         case thumbnail_process.HAS_NO_PILLOW:
             raise Refusal(
-                RefusalCode.NOT_FOUND, "this hub makes no thumbnails: install comfyfleet[thumbnails] there"
+                RefusalCode.NOT_FOUND, "this hub cannot make thumbnails: install comfyfleet[thumbnails] on it"
             )
         case thumbnail_process.IS_NO_PICTURE:
             raise _no_picture()
-    # Killed by its bounds, or by the machine's want of memory: of this picture there will be none.
+    # Its limits or the system killed it: trying again would not help.
     if process.returncode is not None and process.returncode < 0:
         raise _no_picture()
-    raise Fault(f"a thumbnail could not be drawn: the process ended with {process.returncode}")
+    raise Fault(f"cannot draw a thumbnail: the process ended with status {process.returncode}")
 
 
 def _may_be_picture(start: bytes) -> bool:
@@ -143,7 +144,7 @@ def _may_be_picture(start: bytes) -> bool:
 def _no_picture() -> Refusal:
     return Refusal(
         RefusalCode.INVALID_REQUEST,
-        "this file is no picture that a thumbnail can be made of: those are PNG, JPEG, WebP and GIF",
+        "cannot make a thumbnail of this file: it is not a readable PNG, JPEG, WebP or GIF picture",
     )
 
 

@@ -1,1 +1,1 @@
-"""Calls that the hub makes to addresses others have named."""
+"""Safe calls to URLs that callers give, and explanations of failed connections."""

@@ -1,7 +1,7 @@
-"""Why an address could not be reached, in words: the cause, and what to look at next.
+"""Explains why an HTTP request failed: the cause, and what to check next.
 
-One place for everybody who asks somebody else over HTTP: the client, workers at a hub, the ComfyUI connector. A cause
-names no address, so it may be told to people who are not to know that.
+The client, the workers and the ComfyUI connector use it. The explanation contains no URL, so it can be shown
+to people who must not know it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from comfyfleet.model.errors import Fault
 
 _REFUSED = "connection refused. Is {what} running there, and is the port right?"
-_UNKNOWN_NAME = "the host name is not known ({why}). Is it spelled right?"
+_UNKNOWN_NAME = "the host name is unknown ({why}). Is it spelled right?"
 _NO_CONNECTION = "no connection in time. Is the machine on, and does a firewall let this one through?"
 _PLAIN_THERE = "TLS fails ({why}). Is it http:// there?"
 _TLS_THERE = "the connection was closed without an answer. Is it https:// there?"
@@ -32,29 +32,29 @@ _LOOK_BYTES = 1 << 20
 
 
 def cause_of(error: Exception, url: str, what: str, trust_option: str = "") -> str:
-    """Of an error of aiohttp, or of the system, while `url` was asked. `what` should answer there."""
+    """Explains an error of aiohttp or the system during a request to `url`, where `what` should answer."""
     match error:
         case aiohttp.ClientConnectorCertificateError():
-            return _NO_TRUST.format(why=_verified(error.certificate_error), option=trust_option)
+            return _NO_TRUST.format(why=_certificate_text(error.certificate_error), option=trust_option)
         case aiohttp.ClientConnectorError():
-            return _of_system(error.os_error, what, trust_option)
+            return _system_cause(error.os_error, what, trust_option)
         case aiohttp.ConnectionTimeoutError():
             return _NO_CONNECTION
         case TimeoutError():
             return f"no answer in time. Is {what} there, and not too busy?"
         case aiohttp.ServerDisconnectedError() | ConnectionResetError() if url.startswith("http://"):
-            # So ends plain HTTP at a port that speaks TLS.
+            # A TLS port answers plain HTTP like this.
             return _TLS_THERE
         case aiohttp.ClientResponseError():
-            # All of it would show the request, and the credentials in it.
+            # The full text would show the request with its credentials.
             return f"what answers does not speak HTTP ({error.message})"
         case aiohttp.ClientOSError() | OSError():
-            return f"the connection was lost ({_of_number(error)})"
+            return f"the connection was lost ({_system_text(error)})"
         case _:
             return f"the connection was lost ({str(error) or type(error).__name__})"
 
 
-def _of_system(error: OSError, what: str, trust_option: str) -> str:
+def _system_cause(error: OSError, what: str, trust_option: str) -> str:
     match error:
         case ssl.SSLCertVerificationError():
             return _NO_TRUST.format(why=error.verify_message, option=trust_option)
@@ -67,32 +67,32 @@ def _of_system(error: OSError, what: str, trust_option: str) -> str:
         case _ if error.errno == errno.ETIMEDOUT:
             return _NO_CONNECTION
         case _ if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-            return f"no way there ({_of_number(error)}). Is the machine on, and in this network?"
+            return f"no route to the host ({_system_text(error)}). Is the machine on, and in this network?"
         case _:
-            return _of_number(error)
+            return _system_text(error)
 
 
-def _of_number(error: Exception) -> str:
-    """The numbers of TLS and of names are not the system's: 1 is not "operation not permitted" there."""
+def _system_text(error: Exception) -> str:
+    """Only for system errors: TLS and name resolution have other error numbers."""
     number = getattr(error, "errno", None)
     return str(error) or type(error).__name__ if number is None else os.strerror(number)
 
 
-def _verified(error: Exception) -> str:
+def _certificate_text(error: Exception) -> str:
     return error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else str(error)
 
 
 def is_hubs(body: Any) -> bool:
-    """Whether an answer is the problem of a hub, whoever was asked for."""
+    """Whether an answer is a problem document of a hub."""
     return isinstance(body, Mapping) and str(body.get("type", "")).startswith(_PROBLEM)
 
 
 class WrongAddress(Fault):
-    """Somebody else answers there, and will do so the next time."""
+    """Something else than a hub answers there; trying again does not help."""
 
 
 async def not_a_hub(session: aiohttp.ClientSession, url: str, status: int) -> Fault:
-    """For an answer that is no hub's: whoever gave it is asked whether it is a ComfyUI."""
+    """The fault for an answer that no hub gives. Asks the server whether it is ComfyUI."""
     body: Any = None
     with contextlib.suppress(
         TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError
@@ -104,13 +104,13 @@ async def not_a_hub(session: aiohttp.ClientSession, url: str, status: int) -> Fa
     if isinstance(body, Mapping) and "system" in body and "devices" in body:
         return WrongAddress(
             f"a ComfyUI server answers at {url}, not a hub. Give it with --server, or to a WorkflowPool, and the "
-            "address of a hub (port 3001, unless it was told otherwise) here"
+            "address of a hub (default port 3001) here"
         )
     return Fault(f"what answers at {url} is not a ComfyFleet hub (status {status}). Is the address right?")
 
 
 def not_comfyui(status: int, body: Any) -> str:
-    """Why an answer to a question that every ComfyUI answers is of no use."""
+    """Explains an answer that no ComfyUI gives."""
     if is_hubs(body):
         return (
             "a ComfyFleet hub answers there, not ComfyUI. Name it with --hub, or with FleetClient, and give the "

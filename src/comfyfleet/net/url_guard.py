@@ -1,8 +1,8 @@
-"""The guard on every URL that is fetched for a caller: only public addresses, and the very one that was looked at.
+"""Protects against SSRF: calls a URL that a caller gave only if all its addresses are public or allowed.
 
-A name is resolved once, in the connection itself; every address it has must be allowed, and one of those is connected
-to, so that an answer that changes between two lookups changes nothing. TLS still checks the name. Redirects are not
-followed, and an answer is bounded in size and time. What is sent, and how often, is for whoever uses it.
+The connection resolves the name once, checks every address and connects to a checked one, so DNS rebinding
+does not help an attacker. It follows no redirects and limits answers in size and time. Its callers decide
+what to send.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import ssl
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
@@ -30,41 +28,37 @@ from yarl import URL
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 _LOG = logging.getLogger(__name__)
 
 MAX_URL = 2_048
 MAX_ANSWER_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 16 * 1024
 _LOOKUPS = 256
-"""Names that are looked up at a time. One whose servers are dead keeps its thread far longer than a call may last, so
-that whoever names many of those must not have all the threads there are."""
+"""Simultaneous DNS lookups. Dead name servers block a thread far longer than a call lasts."""
 _WEB_PORTS = frozenset({80, 443})
 _FIRST_FREE_PORT = 1024
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
-"""The addresses of a name."""
+"""The addresses of a host name."""
 
-# The registries of special addresses, written out: what Python calls global differs from version to version.
+# The IANA registries, written out: `is_global` differs between versions of Python.
 _NOT_PUBLIC_4 = tuple(
     ipaddress.IPv4Network(text)
     for text in (
         "0.0.0.0/8",
         "10.0.0.0/8",
-        "100.64.0.0/10",  # behind a carrier's NAT, and the metadata of one cloud
+        "100.64.0.0/10",  # carrier-grade NAT, and the metadata of one cloud
         "127.0.0.0/8",
-        "168.63.129.16/32",  # a public address that means the host itself in one cloud
+        "168.63.129.16/32",  # the host itself in one cloud
         "169.254.0.0/16",  # link-local, and the metadata of most clouds
         "172.16.0.0/12",
         "192.0.0.0/24",
         "192.0.2.0/24",
         "192.31.196.0/24",
         "192.52.193.0/24",
-        "192.88.99.0/24",  # relays of 6to4
+        "192.88.99.0/24",  # 6to4 relays
         "192.168.0.0/16",
         "192.175.48.0/24",
         "198.18.0.0/15",
@@ -75,13 +69,13 @@ _NOT_PUBLIC_4 = tuple(
     )
 )
 _PUBLIC_6 = ipaddress.IPv6Network("2000::/3")
-"""Whatever is outside is no public address: loopback, link-local, unique local, multicast, IPv4 in disguise, NAT64 …"""
+"""All public addresses are in it: no loopback, link-local, unique local, multicast, mapped IPv4, NAT64 …"""
 _NOT_PUBLIC_6 = tuple(
     ipaddress.IPv6Network(text)
     for text in (
         "2001::/23",  # Teredo and other protocols
         "2001:db8::/32",
-        "2002::/16",  # 6to4: any IPv4 address in disguise
+        "2002::/16",  # 6to4: contains any IPv4 address
         "2620:4f:8000::/48",
         "3fff::/20",
     )
@@ -91,7 +85,7 @@ _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 
 
 class ForbiddenUrl(Refusal):
-    """This URL is not fetched for anybody, now or later."""
+    """The guard never calls this URL."""
 
     def __init__(self, why: str) -> None:
         super().__init__(RefusalCode.INVALID_REQUEST, why, field="url")
@@ -100,15 +94,15 @@ class ForbiddenUrl(Refusal):
 class FetchedAnswer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
-    """At most `MAX_ANSWER_BYTES` of it."""
+    """At most `MAX_ANSWER_BYTES`."""
     headers: Mapping[str, str]
 
 
 class AllowedHosts:
-    """What an operator lets through beside public addresses: networks, addresses, and names wherever they lead to."""
+    """What an operator allows besides public addresses: networks, addresses and host names."""
 
     def __init__(self, entries: Sequence[str] = ()) -> None:
-        """Raises `ValueError` with the entry that is neither."""
+        """Raises `ValueError` for an invalid entry."""
         networks: list[Network] = []
         names: set[str] = set()
         for entry in entries:
@@ -141,43 +135,41 @@ def is_public(address: Address) -> bool:
 
 
 def check_url(url: str, allowed: AllowedHosts) -> SplitResult:
-    """What can be said without asking anybody where the name leads to. Raises `ForbiddenUrl`."""
+    """Checks a URL without DNS. Raises `ForbiddenUrl`."""
     if len(url) > MAX_URL:
-        raise ForbiddenUrl(f"a URL has at most {MAX_URL} characters")
+        raise ForbiddenUrl(f"the URL has more than {MAX_URL} characters")
     if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
-        # Two programs may read such a URL as two different hosts. A name of other letters has a form that begins xn--.
-        raise ForbiddenUrl("a URL is written in visible ASCII, without spaces and backslashes")
+        # Programs disagree about the host of such a URL. Other letters have an ASCII form (xn--…).
+        raise ForbiddenUrl("the URL may contain only visible ASCII, without spaces and backslashes")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ForbiddenUrl(f"the URL cannot be understood: {error}") from error
+        raise ForbiddenUrl(f"the URL is not valid: {error}") from error
     if parts.scheme not in ("http", "https"):
-        raise ForbiddenUrl("only http:// and https:// URLs are called")
+        raise ForbiddenUrl("the URL must start with http:// or https://")
     if "@" in parts.netloc:
-        raise ForbiddenUrl(
-            "a URL with a user or a password in it is not called: verify the signature instead"
-        )
+        raise ForbiddenUrl("the URL may not contain a user or password: verify the signature instead")
     if parts.fragment:
-        raise ForbiddenUrl("a URL that is called has no fragment: leave out the # and what follows")
+        raise ForbiddenUrl("the URL may not have a fragment: leave out the # and what follows")
     host = parts.hostname or ""
     address = _literal(host)
-    is_let_through = allowed.has_name(host)
+    is_allowed = allowed.has_name(host)
     if address is not None:
-        is_let_through = allowed.has_address(address)
-        if not is_let_through and not is_public(address):
+        is_allowed = allowed.has_address(address)
+        if not is_allowed and not is_public(address):
             raise _not_public(host)
     elif (name := _plain_name(host)) is None:
-        raise ForbiddenUrl(f"{host!r} is not the name of a host")
+        raise ForbiddenUrl(f"{host!r} is not a host name")
     elif name != host:
-        # A dot at the end means the same host, and would be another name to whoever compares.
+        # The same host with another spelling would pass comparisons of names.
         raise ForbiddenUrl(f"write {name!r}, without the dot at its end")
-    elif not is_let_through and (host == "localhost" or host.endswith((".localhost", ".local", ".internal"))):
+    elif not is_allowed and (host == "localhost" or host.endswith((".localhost", ".local", ".internal"))):
         raise _not_public(host)
-    if not is_let_through and port is not None and port not in _WEB_PORTS and port < _FIRST_FREE_PORT:
-        raise ForbiddenUrl(f"port {port} is not called: use 80, 443 or one from {_FIRST_FREE_PORT} on")
+    if not is_allowed and port is not None and port not in _WEB_PORTS and port < _FIRST_FREE_PORT:
+        raise ForbiddenUrl(f"port {port} is not allowed: use 80, 443 or one from {_FIRST_FREE_PORT} on")
     if port == 0:
-        raise ForbiddenUrl("port 0 is nobody's")
+        raise ForbiddenUrl("port 0 is not a valid port")
     return parts
 
 
@@ -189,7 +181,7 @@ def _not_public(host: str) -> ForbiddenUrl:
 
 def _literal(host: str) -> Address | None:
     if "%" in host:
-        raise ForbiddenUrl("an address with a zone is nobody's but this machine's")
+        raise ForbiddenUrl("an address with a zone (%) is not allowed")
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -197,8 +189,8 @@ def _literal(host: str) -> Address | None:
 
 
 def _plain_name(host: str) -> str | None:
-    """The name without a dot at its end; None for what is none, numbers among it: systems read 2130706433, 0177.1 and
-    0x7f.1 as addresses."""
+    """The name without a final dot. None: it is not a host name, or a number that systems read as an address
+    (2130706433, 0177.1, 0x7f.1)."""
     name = host.removesuffix(".").lower()
     labels = name.split(".")
     if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
@@ -207,10 +199,7 @@ def _plain_name(host: str) -> str | None:
 
 
 class UrlGuard:
-    """Fetches for others. `lookup` tells the addresses of a name; the system's resolver does unless another is given.
-
-    `trust` is what TLS trusts: the system's certificates unless given.
-    """
+    """The defaults of `lookup` and `trust` are the system's resolver and certificates."""
 
     def __init__(
         self,
@@ -231,12 +220,15 @@ class UrlGuard:
         return check_url(url, self.allowed)
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> FetchedAnswer:
-        """Raises `ForbiddenUrl`, or `Fault` where nobody answered in time."""
+        """Raises `ForbiddenUrl`, or `Fault` if there is no answer in time."""
         parts = self.check(url)
         try:
             async with (
                 asyncio.timeout(self._limit_s),
-                self._asked("POST", url, data=body, headers=headers) as response,
+                # Send the URL as it was written: normalising may change its meaning or break a signature.
+                self._opened().request(
+                    "POST", URL(url, encoded=True), allow_redirects=False, data=body, headers=headers
+                ) as response,
             ):
                 content = await _beginning(response)
                 return FetchedAnswer(response.status, content, response.headers)
@@ -246,19 +238,12 @@ class UrlGuard:
             forbidden = _forbidden_in(error)
             if forbidden is not None:
                 raise forbidden from error
-            raise Fault(f"{parts.netloc} cannot be reached: {_short(error)}") from error
-
-    @asynccontextmanager
-    async def _asked(self, method: str, url: str, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        # As it was written: what was signed, or means something else when it is put in order, is its owner's.
-        exactly = URL(url, encoded=True)
-        async with self._opened().request(method, exactly, allow_redirects=False, **more) as response:
-            yield response
+            raise Fault(f"cannot reach {parts.netloc}: {_short(error)}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = _Connector(
-                resolver=_Checked(self._lookup, self.allowed),
+                resolver=_CheckingResolver(self._lookup, self.allowed),
                 use_dns_cache=False,
                 force_close=True,
                 limit=0,
@@ -266,7 +251,7 @@ class UrlGuard:
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,
-                # What a receiver sends packed is not unpacked, and no cookie of one goes to another.
+                # Do not decompress answers, and do not share cookies between receivers.
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
@@ -279,10 +264,9 @@ class UrlGuard:
             await self._session.close()
 
     async def _ask_system(self, host: str, port: int) -> Sequence[str]:
-        # Not in the threads that everybody uses: a name whose servers are dead would keep files and stores waiting. Nor
-        # in any that Python waits for at its end: a hub that is stopped would be kept by that name, too.
+        # A daemon thread: a slow lookup must block neither the shared threads nor the end of the process.
         if not self._threads.acquire(blocking=False):
-            raise OSError("too many names are being looked up")
+            raise OSError("too many DNS lookups are running")
         found: Future[list[str]] = Future()
         found.set_running_or_notify_cancel()
 
@@ -299,8 +283,8 @@ class UrlGuard:
         return await asyncio.wrap_future(found)
 
 
-class _Checked(AbstractResolver):
-    """Asked by the connector, which connects to what is answered here and asks nobody else."""
+class _CheckingResolver(AbstractResolver):
+    """The connector connects only to addresses that this resolver answers."""
 
     def __init__(self, lookup: Lookup, allowed: AllowedHosts) -> None:
         self._lookup = lookup
@@ -317,11 +301,13 @@ class _Checked(AbstractResolver):
             raise OSError(f"{host} has no address")
         if not self._allowed.has_name(host):
             for address in addresses:
-                # One bad address condemns the name: whoever mixes them means the bad one.
+                # One forbidden address forbids the name: a mix is an attack.
                 if not is_public(address) and not self._allowed.has_address(address):
-                    # Where to is not for whoever asked: he would learn what our own name servers know.
-                    _LOG.info("%s leads to %s and is not called", host, address)
-                    raise _Led(ForbiddenUrl(f"{host!r} leads to an address that is not public"))
+                    # Do not tell the caller the address: it may come from an internal name server.
+                    _LOG.info("refused to call %s: it resolves to %s", host, address)
+                    raise _ForbiddenAddress(
+                        ForbiddenUrl(f"{host!r} resolves to an address that is not public")
+                    )
         return [
             ResolveResult(
                 hostname=host,
@@ -335,11 +321,11 @@ class _Checked(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing of its own is open."""
+        """Nothing to close."""
 
 
-class _Led(OSError):
-    """A refusal on its way through the connector, which passes on nothing but its own kind of error."""
+class _ForbiddenAddress(OSError):
+    """Carries a refusal through the connector, which passes on only `OSError`s."""
 
     def __init__(self, refusal: ForbiddenUrl) -> None:
         super().__init__(refusal.message)
@@ -348,7 +334,7 @@ class _Led(OSError):
 
 def _forbidden_in(error: BaseException | None) -> ForbiddenUrl | None:
     while error is not None:
-        if isinstance(error, _Led):
+        if isinstance(error, _ForbiddenAddress):
             return error.refusal
         error = error.__cause__ or error.__context__
     return None
@@ -361,13 +347,12 @@ class _Connector(aiohttp.TCPConnector):
         connection = await super().connect(req, traces, timeout)
         transport, protocol = connection.transport, connection.protocol
         if transport is not None and protocol is not None:
-            transport.set_protocol(_Bounded(protocol))
+            transport.set_protocol(_LimitedProtocol(protocol))
         return connection
 
 
-class _Bounded(asyncio.Protocol):
-    """Takes so much of a connection and no more. An answer may have a thousand heads before its own (100 Continue …):
-    whoever sent them for as long as a call may last kept the loop from everything else."""
+class _LimitedProtocol(asyncio.Protocol):
+    """Limits the bytes of a connection: endless interim answers (100 Continue …) could block the event loop."""
 
     def __init__(self, reader: asyncio.Protocol) -> None:
         self._reader = reader
@@ -398,24 +383,24 @@ async def _beginning(response: aiohttp.ClientResponse) -> bytes:
         parts.append(part[: MAX_ANSWER_BYTES - size])
         size += len(part)
         if size >= MAX_ANSWER_BYTES:
-            # The rest is not read: the connection is closed, not used again.
+            # Close the connection instead of reading the rest.
             response.close()
             break
     return b"".join(parts)
 
 
 def _short(error: Exception) -> str:
-    """What the system or TLS said, without the connector's own words around it."""
+    """The system's or TLS's own message."""
     cause: BaseException = error
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         cause = error.certificate_error
     elif isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
     elif isinstance(error, aiohttp.ServerDisconnectedError):
-        # Its own text shows whatever came before.
-        return "it hung up before it had answered"
+        # Its text shows what was received.
+        return "it closed the connection before it answered"
     elif isinstance(error, aiohttp.ClientResponseError):
-        # Its own text has the URL in it, with whatever secret is in the query, and what another service answered.
+        # Its text contains the URL, with secrets in the query, and the answer.
         return "its answer is not HTTP, or its head is too long"
     if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and (cause.errno or 0) > 0:
         return os.strerror(cause.errno or 0)
