@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -35,21 +36,14 @@ _MAX_PAGES = 20
 _ALREADY_ENDED = (RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE)
 
 
+@dataclass(frozen=True, kw_only=True)
 class TenantResources:
-    """Functions that end connections, cancel jobs, erase files and destroy payload keys."""
+    """Functions that cancel jobs, end connections, erase files and destroy payload keys."""
 
-    def __init__(
-        self,
-        *,
-        cancel: Callable[[JobId], Awaitable[object]],
-        revoked: Callable[[str], None] = lambda _: None,
-        erase_files: Callable[[TenantId], Awaitable[object]] | None = None,
-        shred: Callable[[TenantId], Awaitable[object]] | None = None,
-    ) -> None:
-        self.cancel = cancel
-        self.revoked = revoked
-        self.erase_files = erase_files
-        self.shred = shred
+    cancel: Callable[[JobId], Awaitable[object]]
+    revoked: Callable[[str], None] = lambda _: None
+    erase_files: Callable[[TenantId], Awaitable[object]] | None = None
+    shred: Callable[[TenantId], Awaitable[object]] | None = None
 
 
 class TenantDeletion:

@@ -32,25 +32,11 @@ from comfyfleet.model.ledger import (
     UsageLine,
 )
 from comfyfleet.ports import DocumentStore, Records
+from comfyfleet.tenancy.database.executor import Row
 
 MAX_PAGE = 1_000
 MAX_LEDGER = 100_000
 """The most postings that `ledger` reads."""
-
-Row = tuple[Any, ...]
-PARTS = (
-    "jobs",
-    "rounds",
-    "staged",
-    "failures",
-    "holds",
-    "settlements",
-    "grants",
-    "postings",
-    "runs",
-    "documents",
-)
-"""The tables of a tenant, in the order of a relocation."""
 
 
 class PostingResult(StrEnum):
@@ -127,7 +113,6 @@ class OutboxEntry(msgspec.Struct, frozen=True):
 
     hold_id: HoldId
     tenant: TenantId
-    opened_at: float
     dispatch: Dispatch
 
 
@@ -247,7 +232,7 @@ class TenantDatabase(Records, Protocol):
 
     async def fence_of(self, tenant: TenantId) -> int | None: ...
     async def rows_of(self, tenant: TenantId, part: str, *, after: Row | None, limit: int) -> list[Row]:
-        """A page of one of `PARTS`, ordered by key, for `take_rows` of another database."""
+        """A page of one of `tenant_export.PARTS`, ordered by key, for `take_rows` of another database."""
 
     async def take_rows(self, tenant: TenantId, fence: int, part: str, rows: Sequence[Row]) -> bool:
         """Keeps rows that exist already. False: this fence does not hold the account."""

@@ -90,18 +90,6 @@ class TenantDatabases:
             self._ledgers.add((tenant.pool, tenant.tenant_id))
         return database
 
-    async def opened(self) -> list[tuple[str, TenantDatabase]]:
-        """Those that were used so far and are reachable now."""
-        names = tuple(self._asked)
-        answers = await asyncio.gather(*map(self.get, names), return_exceptions=True)
-        found = []
-        for name, answer in zip(names, answers, strict=True):
-            if not isinstance(answer, BaseException):
-                found.append((name, answer))
-            elif not isinstance(answer, ComfyFleetError):
-                raise answer
-        return found
-
     def is_away(self, name: str) -> bool:
         """Whether the last call to it failed."""
         return name in self._away

@@ -55,7 +55,7 @@ UPDATE @jobs SET phase = :phase, record = :record, result = :result, ended_at = 
 WHERE job_id = :job_id AND round = :round
 """
 _OUTBOX = """
-SELECT job_id, round, tenant, opened_at, envelope FROM @rounds
+SELECT job_id, round, tenant, envelope FROM @rounds
 WHERE outbox = :outbox AND (job_id > :job_id OR (job_id = :job_id AND round > :round))
 ORDER BY job_id, round LIMIT :limit
 """
@@ -209,8 +209,8 @@ def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxE
         _OUTBOX, outbox="sent" if is_sent else "unsent", job_id=last.job_id, round=last.round, limit=limit
     )
     return [
-        OutboxEntry(HoldId(JobId(job_id), number), TenantId(tenant), at, _dispatches.decode(envelope))
-        for job_id, number, tenant, at, envelope in found
+        OutboxEntry(HoldId(JobId(job_id), number), TenantId(tenant), _dispatches.decode(envelope))
+        for job_id, number, tenant, envelope in found
     ]
 
 

@@ -64,21 +64,8 @@ PARTS: dict[str, _Part] = {
     ),
     "documents": _Part(("drawer", "name"), ("tenant", "drawer", "name", "body", "version")),
 }
-"""Without the account (the sum of the postings) and the inbox (known from the settlements)."""
-
-_ERASED = (
-    "staged",
-    "failures",
-    "settlements",
-    "postings",
-    "runs",
-    "grants",
-    "documents",
-    "holds",
-    "rounds",
-    "jobs",
-)
-"""In this order, because the hold names the tenant of a settlement."""
+"""The tables of a tenant in the order of a relocation, without the account (the sum of the postings) and the inbox
+(known from the settlements)."""
 
 LOOK = "SELECT fence FROM @accounts WHERE tenant = :tenant FOR KEY SHARE"
 """This lock does not conflict with the one of a posting."""
@@ -165,7 +152,8 @@ def take_rows(tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -> 
 def erase(tenant: TenantId, fence: int, limit: int) -> Work[int | None]:
     if not (yield from _is_frozen(tenant, fence)):
         return None
-    for part in _ERASED:
+    # Backwards: a table that names the tenant of another one is erased after it.
+    for part in reversed(PARTS):
         key = ", ".join(PARTS[part].key)
         # The tenant is in both conditions: every tenant has the same numbers.
         gone = yield from rows(
