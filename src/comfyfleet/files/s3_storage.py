@@ -70,7 +70,7 @@ def presigned(
     headers: Mapping[str, str] | None = None,
     query: Mapping[str, str] | None = None,
 ) -> str:
-    """A presigned URL. The request must have exactly these `headers`."""
+    """A presigned URL (AWS Signature Version 4). The request must have exactly these `headers`."""
     assert 0 < expires_s <= MAX_EXPIRY_S
     instant = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     scope = f"{instant[:8]}/{bucket.region}/s3/aws4_request"

@@ -119,7 +119,7 @@ class TenantLedgerStore:
         except AccountFrozen:
             raise
         except Fault as fault:
-            raise unanswered(job.tenant, fault) from fault
+            raise _unconfirmed(job.tenant, fault) from fault
         if opened.outcome is PostingResult.SHORT:
             raise accounting.credits_short(job.tenant, amount, opened.account)
         if opened.outcome is PostingResult.REFUSED or opened.job is None:
@@ -234,7 +234,7 @@ class TenantLedgerStore:
 
     async def _pause(self, tenant_id: TenantId) -> None:
         """Call this before the job is back in its lane: the next lease would take the same job."""
-        # Read it anew: another hub may just have suspended the tenant, which lasts longer.
+        # Read it again: another hub may just have suspended the tenant, which lasts longer.
         tenant = await self.homes.tenants.newest(tenant_id)
         if tenant is not None and (terms := terms_of(tenant)).held_until is None:
             until = await self.central.now() + _PAUSE_S
@@ -423,7 +423,7 @@ class TenantLedgerStore:
         try:
             return await self.homes.of(tenant)
         except Fault as fault:
-            raise away(tenant, fault) from fault
+            raise _unreachable(tenant, fault) from fault
 
 
 _NEW_ROUND: dict[str, Any] = {
@@ -472,7 +472,7 @@ def _without_private(write: Write) -> Write:
     return msgspec.structs.replace(write, job=public)
 
 
-def away(tenant: str, fault: Fault) -> Refusal:
+def _unreachable(tenant: str, fault: Fault) -> Refusal:
     _LOG.warning("cannot accept jobs of tenant %s: %s", tenant, fault)
     return Refusal(
         RefusalCode.UNAVAILABLE,
@@ -481,7 +481,7 @@ def away(tenant: str, fault: Fault) -> Refusal:
     )
 
 
-def unanswered(tenant: str, fault: Fault) -> Refusal:
+def _unconfirmed(tenant: str, fault: Fault) -> Refusal:
     _LOG.warning("a job of tenant %s may or may not have been accepted: %s", tenant, fault)
     return Refusal(
         RefusalCode.UNAVAILABLE,

@@ -1,6 +1,6 @@
 """The tenants that operators created, and the database that each one has.
 
-They are documents in the store that all hubs share, cached for `REMEMBER_S`. Tenants that nobody created,
+They are documents in the store that all hubs share, cached for `REMEMBER_S`. Other tenants,
 like the default one, have everything in the central store.
 """
 

@@ -23,14 +23,9 @@ class TenantDocumentStore:
     async def get(self, collection: str, name: str) -> Document | None:
         if not is_name(name):
             return None
-        found = await self._executor.read(
-            lambda: row(
-                f"SELECT name, body, version FROM @documents WHERE {_THIS_DOCUMENT}",
-                tenant=self._tenant,
-                collection=collection,
-                name=name,
-            )
-        )
+        named = _named(self._tenant, collection, name)
+        sql = f"SELECT name, body, version FROM @documents WHERE {_THIS_DOCUMENT}"
+        found = await self._executor.read(lambda: row(sql, **named))
         return None if found is None else Document(*found)
 
     async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
@@ -57,12 +52,8 @@ class TenantDocumentStore:
         return [Document(*each) for each in found]
 
     async def collections(self) -> list[str]:
-        found: list[Row] = await self._executor.read(
-            lambda: rows(
-                "SELECT DISTINCT drawer FROM @documents WHERE tenant = :tenant ORDER BY drawer",
-                tenant=self._tenant,
-            )
-        )
+        sql = "SELECT DISTINCT drawer FROM @documents WHERE tenant = :tenant ORDER BY drawer"
+        found: list[Row] = await self._executor.read(lambda: rows(sql, tenant=self._tenant))
         return [collection for (collection,) in found]
 
 
@@ -76,7 +67,7 @@ def _put(tenant: TenantId, collection: str, name: str, body: bytes, version: int
             "UPDATE @documents SET version = version + 1, body = :body "
             f"WHERE {_THIS_DOCUMENT} AND version = :version RETURNING version"
         )
-    values: dict[str, object] = {"tenant": tenant, "collection": collection, "name": name, "body": body}
+    values: dict[str, object] = {**_named(tenant, collection, name), "body": body}
     if version:
         values["version"] = version
     yield from check_open(tenant)
@@ -85,10 +76,9 @@ def _put(tenant: TenantId, collection: str, name: str, body: bytes, version: int
 
 def _remove(tenant: TenantId, collection: str, name: str) -> Work[bool]:
     yield from check_open(tenant)
-    found = yield from row(
-        f"DELETE FROM @documents WHERE {_THIS_DOCUMENT} RETURNING version",
-        tenant=tenant,
-        collection=collection,
-        name=name,
-    )
-    return found is not None
+    sql = f"DELETE FROM @documents WHERE {_THIS_DOCUMENT} RETURNING version"
+    return (yield from row(sql, **_named(tenant, collection, name))) is not None
+
+
+def _named(tenant: TenantId, collection: str, name: str) -> dict[str, str]:
+    return {"tenant": tenant, "collection": collection, "name": name}

@@ -55,11 +55,10 @@ _VOID = """
 UPDATE @grants SET state = 'void'
 WHERE tenant = :tenant AND grant_id = :grant_id AND state = 'pending' RETURNING grant_id
 """
+GRANTS = "SELECT grant_id, tenant, amount, at, state, note FROM @grants WHERE tenant = :tenant"
 _KNOWN_GRANT = "SELECT state, amount FROM @grants WHERE tenant = :tenant AND grant_id = :grant_id"
-_OPEN_HOLDS = """
-SELECT job_id, round, tenant, amount, at FROM @holds WHERE NOT is_settled AND at < :before
-ORDER BY at, job_id LIMIT :limit
-"""
+_HOLD = "SELECT job_id, round, tenant, amount, at FROM @holds"
+_OPEN_HOLDS = f"{_HOLD} WHERE NOT is_settled AND at < :before ORDER BY at, job_id LIMIT :limit"
 _STATEMENT = """
 SELECT tenant, kind, balance, held, at, reference, note, number FROM @postings
 WHERE tenant = :tenant AND number > :after ORDER BY number LIMIT :limit
@@ -153,10 +152,7 @@ def insert_settlement(settlement: Settlement, hold: Hold, phase: Phase) -> Work[
 
 
 def hold(hold_id: HoldId) -> Work[Hold | None]:
-    found = yield from row(
-        "SELECT job_id, round, tenant, amount, at FROM @holds WHERE job_id = :job_id AND round = :round",
-        **hold_id._asdict(),
-    )
+    found = yield from row(f"{_HOLD} WHERE job_id = :job_id AND round = :round", **hold_id._asdict())
     return None if found is None else _hold(found)
 
 
@@ -243,19 +239,13 @@ def ledger(tenant: TenantId) -> Work[Ledger]:
             RefusalCode.TOO_LARGE,
             f"the ledger of tenant {tenant} has more than {MAX_LEDGER} postings; read its statement page by page",
         )
-    holds = yield from rows(
-        "SELECT job_id, round, tenant, amount, at FROM @holds WHERE tenant = :tenant ORDER BY at, job_id",
-        tenant=tenant,
-    )
+    holds = yield from rows(f"{_HOLD} WHERE tenant = :tenant ORDER BY at, job_id", tenant=tenant)
     settlements = yield from rows(
         f"{_SETTLEMENT} JOIN @holds h ON h.job_id = s.job_id AND h.round = s.round WHERE h.tenant = :tenant "
         "ORDER BY s.at, s.job_id",
         tenant=tenant,
     )
-    grants = yield from rows(
-        "SELECT grant_id, tenant, amount, at, state, note FROM @grants WHERE tenant = :tenant ORDER BY grant_id",
-        tenant=tenant,
-    )
+    grants = yield from rows(f"{GRANTS} ORDER BY grant_id", tenant=tenant)
     ended = yield from rows(
         "SELECT job_id, round, phase FROM @rounds WHERE tenant = :tenant AND phase <> 'open'", tenant=tenant
     )
@@ -264,9 +254,14 @@ def ledger(tenant: TenantId) -> Work[Ledger]:
         tuple(postings),
         tuple(_hold(each) for each in holds),
         tuple(_settlement(each) for each in settlements),
-        tuple(CreditGrant(i, TenantId(t), a, at, GrantState(s), n) for i, t, a, at, s, n in grants),
+        tuple(read_grant(each) for each in grants),
         {HoldId(JobId(job_id), number): phase for job_id, number, phase in ended},
     )
+
+
+def read_grant(found: Row) -> CreditGrant:
+    grant_id, tenant, amount, at, state, note = found
+    return CreditGrant(grant_id, TenantId(tenant), amount, at, GrantState(state), note)
 
 
 def _hold(found: Row) -> Hold:

@@ -78,8 +78,8 @@ class TenantDatabases:
         return await asyncio.shield(opening)
 
     async def of(self, tenant: Tenant) -> TenantDatabase:
-        """Raises `Fault` while it is unreachable or does not know the tenant: from a wrong database it would follow
-        that all jobs of the tenant are unknown, and unknown jobs are ended."""
+        """Raises `Fault` while it is unreachable or does not know the tenant. A wrong database would not know the
+        tenant's jobs either, and the hub ends unknown jobs."""
         database = await self.get(tenant.pool)
         if (tenant.pool, tenant.tenant_id) not in self._ledgers:
             if not await database.has_account(tenant.tenant_id):

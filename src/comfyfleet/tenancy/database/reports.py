@@ -10,7 +10,6 @@ from comfyfleet.model.failure import FailureText
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
 from comfyfleet.model.ledger import (
     CreditGrant,
-    GrantState,
     HoldId,
     Outcome,
     Price,
@@ -20,12 +19,12 @@ from comfyfleet.model.ledger import (
 )
 from comfyfleet.stores.documents import pack
 from comfyfleet.tenancy.database.executor import Row, Work, row, rows
+from comfyfleet.tenancy.database.ledger import GRANTS, read_grant
 from comfyfleet.tenancy.database.rounds import check_open
 
 _prices: msgspec.json.Decoder[Price] = msgspec.json.Decoder(Price)
 _texts = msgspec.msgpack.Decoder(FailureText)
 
-_GRANTS = "SELECT grant_id, tenant, amount, at, state, note FROM @grants WHERE tenant = :tenant"
 _RECEIPTS = """
 SELECT r.job_id, r.round, r.phase, r.opened_at, h.amount, r.price, r.ended_at, s.outcome, s.consumed, s.note,
     u.worker_id, u.outputs, u.gpu_milliseconds, u.verified_by
@@ -48,20 +47,20 @@ count(*), sum(CASE WHEN phase = 'completed' THEN 1 ELSE 0 END), sum(outputs), su
 
 
 def grant_of(tenant: TenantId, grant_id: str) -> Work[CreditGrant | None]:
-    found = yield from row(f"{_GRANTS} AND grant_id = :grant_id", tenant=tenant, grant_id=grant_id)
-    return None if found is None else _grant(found)
+    found = yield from row(f"{GRANTS} AND grant_id = :grant_id", tenant=tenant, grant_id=grant_id)
+    return None if found is None else read_grant(found)
 
 
 def grants(tenant: TenantId, after: tuple[float, str] | None, limit: int) -> Work[list[CreditGrant]]:
     at, grant_id = after or (-1.0, "")
     found = yield from rows(
-        f"{_GRANTS} AND (at > :at OR (at = :at AND grant_id > :grant_id)) ORDER BY at, grant_id LIMIT :limit",
+        f"{GRANTS} AND (at > :at OR (at = :at AND grant_id > :grant_id)) ORDER BY at, grant_id LIMIT :limit",
         tenant=tenant,
         at=at,
         grant_id=grant_id,
         limit=limit,
     )
-    return [_grant(each) for each in found]
+    return [read_grant(each) for each in found]
 
 
 def receipts(tenant: TenantId, job_id: JobId, limit: int) -> Work[list[Receipt]]:
@@ -72,16 +71,16 @@ def receipts(tenant: TenantId, job_id: JobId, limit: int) -> Work[list[Receipt]]
 def usage(
     tenant: TenantId | None, since: float, until: float, by: Collection[UsageBy], limit: int
 ) -> Work[list[UsageLine]]:
-    whose, values = "", dict[str, object](since=since, until=until, limit=limit)
+    condition, values = "", dict[str, object](since=since, until=until, limit=limit)
     if tenant is not None:
-        whose, values["tenant"] = " AND tenant = :tenant", tenant
+        condition, values["tenant"] = " AND tenant = :tenant", tenant
     columns = [column if name in by else "NULL" for name, column in _COLUMNS.items()]
     places = [str(place) for place, name in enumerate(_COLUMNS, 1) if name in by]
     grouped = (
         f"GROUP BY {', '.join(places)} ORDER BY {', '.join(places)}" if places else "HAVING count(*) > 0"
     )
     found = yield from rows(
-        f"SELECT {', '.join(columns)}, {_SUMS} FROM @runs WHERE at >= :since AND at < :until{whose} "
+        f"SELECT {', '.join(columns)}, {_SUMS} FROM @runs WHERE at >= :since AND at < :until{condition} "
         f"{grouped} LIMIT :limit",
         **values,
     )
@@ -102,11 +101,6 @@ def _usage(found: Row) -> UsageLine:
         int(consumed),
         None if micros is None else int(micros),
     )
-
-
-def _grant(found: Row) -> CreditGrant:
-    grant_id, tenant, amount, at, state, note = found
-    return CreditGrant(grant_id, TenantId(tenant), amount, at, GrantState(state), note)
 
 
 def _receipt(found: Row) -> Receipt:
