@@ -117,7 +117,7 @@ async def test_a_hub_seals_by_its_settings_and_says_when_its_keys_do_not_fit(tmp
     lies_there = b"".join(path.read_bytes() for path in data.iterdir() if path.name.startswith("fleet.db"))
     assert b"fox-in-the-snow" not in lies_there and str(job_id).encode() in lies_there
     for lines, said in (
-        ((), "sealed and this process has no key"),
+        ((), "encrypted, and this process has no key"),
         ((TWO,), "'k1', which is not among the keys"),
         ((TWO.replace("k2", "k1"),), "another key has its id"),
     ):

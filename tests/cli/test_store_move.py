@@ -234,7 +234,7 @@ async def test_a_running_job_refuses_the_move_and_is_waited_for(url_of: Callable
 @pytest.mark.parametrize(
     ("source", "target", "code", "told"),
     [
-        ("memory:", "sqlite:///t.db", 3, "gone with its process"),
+        ("memory:", "sqlite:///t.db", 3, "ends with its process"),
         ("sqlite:///missing.db", "sqlite:///t.db", 3, "there is no store at SOURCE"),
         ("carrier://pigeon", "sqlite:///t.db", 3, "there is no store for 'carrier'"),
         ("sqlite:///s.db", "redis://127.0.0.1:1/0", 4, "no Redis answers"),

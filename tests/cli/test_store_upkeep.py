@@ -147,7 +147,7 @@ def test_a_backup_that_cannot_be_written_leaves_nothing_behind(path: Path, tmp_p
 def test_a_store_without_a_scheme_is_told_how_to_write_it() -> None:
     ended = run_cli("store", "check", "fleet.db")
     assert ended.returncode == 3
-    assert "'fleet.db' is no store's URL: a SQLite file is sqlite:///fleet.db" in ended.stderr
+    assert "'fleet.db' is not the URL of a store: a SQLite file is sqlite:///fleet.db" in ended.stderr
     assert "secret" not in run_cli("store", "check", "me:secret@host/fleet").stderr
     assert "secret" not in run_cli("store", "check", "//me:secret@host/fleet").stderr
 
@@ -268,7 +268,7 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("check", "memory:"), "gone with its process"),
+        (("check", "memory:"), "ends with its process"),
         (("check", "what:"), "there is no store for 'what'"),
         (("vacuum", "redis://h"), "needs no vacuum"),
         (("vacuum", "postgresql://h/d"), "autovacuum"),

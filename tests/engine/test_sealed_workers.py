@@ -48,7 +48,7 @@ def sealed_engine(url: str) -> Engine:
 
 async def test_a_worker_that_has_redis_alone_is_told_that_it_cannot_open_anything(url: str) -> None:
     async with sealed_engine(url) as engine, Guest(url) as guest:
-        with pytest.raises(ResponseError, match="CFDECLARED the jobs of this fleet are sealed"):
+        with pytest.raises(ResponseError, match="CFDECLARED the jobs of this fleet are encrypted"):
             await guest.register()
         assert await engine.store.get_worker(NODE) is None
 
@@ -79,10 +79,10 @@ async def test_an_engine_without_the_key_gives_the_job_back_unharmed(url: str) -
 async def test_pools_and_direct_workers_without_the_key_do_not_start(url: str) -> None:
     async with sealed_engine(url) as engine:
         await engine.submit(Submission(graph()))
-        with pytest.raises(Refusal, match="sealed and this process has no key"):
+        with pytest.raises(Refusal, match="encrypted, and this process has no key"):
             async with WorkflowPool((), store=url):
                 pass
-        with pytest.raises(Refusal, match="sealed and this process has no key"):
+        with pytest.raises(Refusal, match="encrypted, and this process has no key"):
             async with StoreWorkers((), store=url, on_state=lambda *_: None):
                 pass
         async with StoreWorkers((), store=url, on_state=lambda *_: None, encryption=encryption):

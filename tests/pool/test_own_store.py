@@ -63,7 +63,7 @@ def test_what_lacks_a_part_of_a_store_is_refused_with_its_name() -> None:
         def lease(self) -> None: ...
 
     half: Any = Half()
-    with pytest.raises(Refusal, match=r"a Half is no store: it lacks .*heartbeat"):
+    with pytest.raises(Refusal, match=r"a Half is not a store: it lacks .*heartbeat"):
         WorkflowPool([], store=half)
 
 
@@ -78,7 +78,7 @@ class Odd(Wrapped):
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ({"enqueue": None}, "enqueue is no method"),
+        ({"enqueue": None}, "enqueue is not a method"),
         ({"lease": lambda job_id: None}, r"lease does not take \(job_id, offer\)"),
         ({"due": lambda limit: None}, r"due does not take \(limit, after\)"),
         ({"put_profile": lambda profile, fits, version_: None}, r"put_profile does not take"),
@@ -103,7 +103,7 @@ def test_a_class_is_no_store_and_a_property_may_raise_anything() -> None:
 
     unmade: Any = MemoryStore
     raises: Any = Raises(SystemClock())
-    with pytest.raises(Refusal, match=r"MemoryStore is a class and no store: .* MemoryStore\(clock\)"):
+    with pytest.raises(Refusal, match=r"MemoryStore is a class, not a store: .* MemoryStore\(clock\)"):
         WorkflowPool([], store=unmade)
     with pytest.raises(Refusal, match=r"records raises RuntimeError \(not connected yet\)"):
         WorkflowPool([], store=raises)

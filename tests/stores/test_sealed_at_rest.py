@@ -181,7 +181,7 @@ async def test_rows_that_were_swapped_do_not_open_and_the_others_do(tmp_path: Pa
             f"UPDATE {table} SET {column} = ? WHERE job_id = ?", (swapped(rows[one], rows[two]), one)
         )
     file.close()
-    assert "does not fit its seal" in str(await said_of(url, one))
+    assert "so it cannot be decrypted" in str(await said_of(url, one))
     assert await said_of(url, two) is None and await said_of(url, third) is None
     async with Engine(opened(url)) as engine:
         listed = await engine.store.records.listing(tenant=None, phase=None, limit=9, after=None)

@@ -141,7 +141,7 @@ async def test_a_wrong_master_key_is_told_at_the_start() -> None:
         await desk.keyring(MasterKeys({"k1": TWO}, "k1")).open()
     with pytest.raises(Refusal, match=r"'k1', which is not among the keys of \[encryption\] \(k2\)"):
         await desk.keyring(MasterKeys({"k2": TWO}, "k2")).open()
-    with pytest.raises(Refusal, match=r"sealed and this process has no key.*'k1'"):
+    with pytest.raises(Refusal, match=r"encrypted, and this process has no key.*'k1'"):
         await refuse_if_encrypted(desk.documents)
     await refuse_if_encrypted(MemoryDocumentStore())
 
@@ -176,7 +176,7 @@ async def test_what_was_shredded_opens_nowhere_and_the_tenant_may_begin_anew() -
     other = await keyring.to_encrypt(BORG)
     assert await desk.opened(elsewhere, encrypted) == b"a fox"
     assert await keyring.shred(ACME) == 1 and await keyring.shred(ACME) == 0
-    with pytest.raises(DecryptionFailed, match="'acme' that it was sealed with was destroyed"):
+    with pytest.raises(DecryptionFailed, match="'acme' that encrypts it was destroyed"):
         await desk.opened(keyring, encrypted)
     await desk.clock.advance(KEEP_S)
     with pytest.raises(DecryptionFailed, match="destroyed"):

@@ -65,7 +65,7 @@ def test_a_value_that_was_cut_is_noticed(cut: int) -> None:
     ],
 )
 def test_a_value_in_another_place_does_not_open(place: ValueContext) -> None:
-    with pytest.raises(DecryptionFailed, match="does not fit its seal"):
+    with pytest.raises(DecryptionFailed, match="so it cannot be decrypted"):
         open_value(KEY, place, encrypt(KEY, PLACE, b"a fox"))
 
 

@@ -1,1 +1,1 @@
-"""Stores remember and compare; they never decide. One contract, several homes, opened by URL."""
+"""Stores keep state and compare guards; they never decide. All pass one contract and are opened by URL."""

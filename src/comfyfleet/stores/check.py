@@ -1,6 +1,5 @@
-"""Is a store sound, and what does it hold? Asked without opening it: nothing is set up, raised or locked by it.
-
-What each kind looks at is in its own folder; here is the choice by URL and what all of them answer.
+"""Checks a store from outside, without opening, migrating or locking it. Each kind's checks are in its own
+package.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from comfyfleet.stores.factory import check_address, sqlite_path
 
 class StoreCheck(msgspec.Struct, frozen=True):
     store: str
-    """Where it is, without any secret."""
+    """Its location, without secrets."""
     problems: list[str]
-    """In words; nothing if it is sound."""
+    """Empty if the store is sound."""
     holds: dict[str, int] = {}
     settings: dict[str, Any] = {}
 
@@ -45,7 +44,7 @@ async def examine(url: str) -> StoreCheck:
 
 
 async def is_there(url: str) -> bool:
-    """Whether somebody has set up a store there; to open one would do so."""
+    """Whether a store has been set up there. Does not create one."""
     match kind_of(url):
         case "sqlite":
             return sqlite_path(url).is_file()
@@ -60,9 +59,8 @@ async def is_there(url: str) -> bool:
 
 
 def kind_of(url: str) -> Literal["sqlite", "redis", "postgresql"]:
-    """Of a store that outlives its process."""
+    """Refuses the kinds that end with their process."""
     scheme = urlsplit(url).scheme
-    # Says which are known, and what to install for this one.
     check_address(url)
     match scheme:
         case "sqlite":
@@ -75,7 +73,7 @@ def kind_of(url: str) -> Literal["sqlite", "redis", "postgresql"]:
             return "postgresql"
     raise Refusal(
         RefusalCode.INVALID_REQUEST,
-        f"a store of the kind {scheme!r} is gone with its process: name one that stays, such as sqlite:///fleet.db, "
+        f"a {scheme!r} store ends with its process: name a lasting one, such as sqlite:///fleet.db, "
         "redis://host or postgresql://host/database",
     )
 

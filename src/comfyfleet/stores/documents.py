@@ -1,7 +1,4 @@
-"""What every cabinet has in common, the bounds of a document, and the cabinet of the memory store.
-
-Values as bytes in a database: packed, or refused before anything is changed.
-"""
+"""Bounds of documents, the encoding of values as bytes, and the document store of the memory store."""
 
 from __future__ import annotations
 
@@ -19,13 +16,12 @@ _COLLECTION = re.compile(r"[a-z_]{1,64}")
 
 
 def is_name(name: str) -> bool:
-    """Whether a document may be called so: then every store keeps it, and in the same order."""
+    """Whether every store accepts this document name, and sorts it in the same order."""
     return 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
 def check_document(collection: str, name: str, body: bytes) -> None:
-    """Asked before anything is changed."""
-    assert _COLLECTION.fullmatch(collection), "drawers are named in the source, with small letters"
+    assert _COLLECTION.fullmatch(collection), "the source names collections, in lower case"
     if not is_name(name):
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"a name has 1 to {MAX_NAME} characters, all of them printable"
@@ -39,14 +35,14 @@ def check_document(collection: str, name: str, body: bytes) -> None:
 
 def check_start(after: str) -> None:
     if after and not is_name(after):
-        raise Refusal(RefusalCode.INVALID_REQUEST, "no list goes on after such a name: begin it anew")
+        raise Refusal(RefusalCode.INVALID_REQUEST, "`after` is not a document name: start the list again")
 
 
 class MemoryDocumentStore:
     def __init__(self) -> None:
         self._collections: dict[str, dict[str, Document]] = {}
         self._names: dict[str, list[str]] = {}
-        """Of each drawer, in order."""
+        """The document names of each collection, sorted."""
 
     async def get(self, collection: str, name: str) -> Document | None:
         return self._collections.get(collection, {}).get(name)
@@ -84,7 +80,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def pack(value: object) -> bytes:
-    """Called before anything is changed: what cannot be written must not be found out by the writer."""
+    """Stores call this before they change anything, so that no write fails on a value that cannot be encoded."""
     try:
         return _encoder.encode(value)
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,7 +1,7 @@
-"""A store by its URL. What a store needs beside Python is imported only when its scheme is asked for.
+"""Opens a store by its URL, and imports a store's drivers only when its scheme is used.
 
-Whether an object that somebody made can be a store: its methods and parts are there and take what an engine gives
-them. What the methods do, the contract of stores says (`comfyfleet.testing.contract`).
+It also checks that an object given as a store has the port's methods and parts. `comfyfleet.testing.contract`
+tests what the methods do.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _NEXT = (
 
 
 def checked_store(store: Store) -> Store:
-    """Refuses what cannot be a store, and names what it lacks: better now than at the first job."""
+    """Refuses an object that cannot be a store and names what it lacks, before the first job reaches it."""
     if isinstance(store, type):
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"{store.__name__} is a class and no store: make one of it, as in {store.__name__}(clock)",
+            f"{store.__name__} is a class, not a store: give an instance, such as {store.__name__}(clock)",
         )
     lacking, wrong = _faults(store, Store, "")
     if lacking or wrong:
-        told = ([f"it lacks {', '.join(lacking)}"] if lacking else []) + wrong
+        problems = ([f"it lacks {', '.join(lacking)}"] if lacking else []) + wrong
         raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"a {type(store).__name__} is no store: {'; '.join(told)}. {_NEXT}"
+            RefusalCode.INVALID_REQUEST,
+            f"a {type(store).__name__} is not a store: {'; '.join(problems)}. {_NEXT}",
         )
     return store
 
@@ -69,12 +70,12 @@ def _faults(given: object, port: type, inside: str) -> tuple[list[str], list[str
 
 def _faults_of_method(found: Any, wanted: Any, shown: str) -> list[str]:
     if not callable(found):
-        return [f"{shown} is no method"]
+        return [f"{shown} is not a method"]
     parameters = list(inspect.signature(wanted).parameters.values())[1:]
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
-        # Not every callable of C tells what it takes.
+        # Some callables written in C have no signature.
         return []
     given = [each for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     named = {each.name: each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -88,20 +89,20 @@ def _faults_of_method(found: Any, wanted: Any, shown: str) -> list[str]:
 
 DATA_KEYS = "data_keys"
 MASTER_KEYS = "master_keys"
-"""Drawers of a store whose jobs are sealed."""
+"""Collections of a store with encrypted jobs."""
 
 
 @runtime_checkable
 class VolatileStore(Protocol):
-    """A store whose server decides how much of it outlives a crash."""
+    """A store whose server decides what survives a crash."""
 
     durability: Literal["durable", "everysec", "none"]
     can_lose: str
-    """In words."""
+    """Text for people."""
 
 
 def open_store(url: str | Store, clock: Clock) -> Store:
-    """By its URL, or a store that somebody made: any object that keeps the contract (`comfyfleet.testing.contract`)."""
+    """Accepts a URL, or any object that passes `comfyfleet.testing.contract`."""
     if not isinstance(url, str):
         return checked_store(url)
     check_address(url)
@@ -109,16 +110,15 @@ def open_store(url: str | Store, clock: Clock) -> Store:
 
 
 def check_address(url: str) -> None:
-    """Refuses a scheme nobody knows."""
     scheme = urlsplit(url).scheme
     if not scheme and "@" not in url:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"{url!r} is no store's URL: a SQLite file is sqlite:///{url or 'fleet.db'}, a server "
+            f"{url!r} is not the URL of a store: a SQLite file is sqlite:///{url or 'fleet.db'}, a server "
             "redis://HOST:6379/0 or postgresql://USER@HOST/DATABASE",
         )
     if scheme not in _OPENERS:
-        # Not the whole URL: it may hold a password.
+        # The whole URL may hold a password.
         known = ", ".join(f"{each}:" for each in _OPENERS)
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"there is no store for {scheme!r}: this version knows {known}"
@@ -126,7 +126,7 @@ def check_address(url: str) -> None:
 
 
 def risk_of(store: Store) -> str:
-    """What an operator must know of a store that is open and may lose jobs, and what to set. Empty: it keeps them."""
+    """A warning if this store may lose jobs, with the setting to change. Empty if it keeps them."""
     if not isinstance(store, VolatileStore) or store.durability != "none":
         return ""
     return (
@@ -137,13 +137,13 @@ def risk_of(store: Store) -> str:
 
 
 async def refuse_if_encrypted(documents: DocumentStore) -> None:
-    """For whoever opens a store without keys: what is in it must not only open by them."""
+    """Refuses to open a store with encrypted jobs without their keys."""
     if await documents.listing(DATA_KEYS, limit=1):
         masters = ", ".join(repr(each.name) for each in await documents.listing(MASTER_KEYS))
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"the jobs in this store are sealed and this process has no key: give it [encryption] with the master key "
-            f"{masters}, or let it work through a hub",
+            "the jobs in this store are encrypted, and this process has no key: give it [encryption] with "
+            f"the master key {masters}, or connect it to a hub",
         )
 
 
@@ -152,11 +152,10 @@ def _memory(_url: str, clock: Clock) -> Store:
 
 
 def sqlite_path(url: str) -> Path:
-    """The file a `sqlite:` URL names."""
     parts = urlsplit(url)
     path = unquote(parts.path.removeprefix("/"))
     if parts.netloc or parts.query or parts.fragment or not path:
-        # What stands before an @ may be a password, meant for another kind of store.
+        # The text before an @ may be a password for another kind of store.
         shown = "sqlite://…" if "@" in url else url
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
@@ -183,15 +182,15 @@ def _postgres(url: str, _clock: Clock) -> Store:
 
 
 def _python(url: str, clock: Clock) -> Store:
-    """`python:MODULE:NAME`: a store that is no part of this package, made with a clock."""
+    """`python:MODULE:NAME`: a store from another package, made by calling NAME(clock)."""
     module, _, name = url.partition(":")[2].partition(":")
-    wanted = f"{url!r} names no store: write python:MODULE:NAME, where NAME(clock) makes one"
+    wanted = f"{url!r} is not the URL of a store: write python:MODULE:NAME, where NAME(clock) makes one"
     if not module or not name:
         raise Refusal(RefusalCode.INVALID_REQUEST, wanted)
     try:
         made = getattr(import_module(module), name)(clock)
     except Exception as error:
-        # Whatever stands in somebody's module.
+        # Foreign code may raise anything.
         raise Refusal(RefusalCode.INVALID_REQUEST, f"{wanted} ({type(error).__name__}: {error})") from error
     return checked_store(made)
 

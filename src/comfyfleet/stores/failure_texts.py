@@ -1,8 +1,8 @@
-"""What a worker reported of a failure of a job whose tenant has a database of its own: its words lie there, and the
-central store has in their place where they are found. Which kind of failure it was, and what policy goes by, stays.
+"""Failure texts of jobs whose tenant has a tenant database. The text is kept there; the central store keeps
+the kind of failure and a reference to the text.
 
-A worker without a way to that database leaves them in a drawer of the central store, from which the next hub takes them
-there (`tenancy/failure_texts.py`).
+A worker without access to that database leaves the text in a collection of the central store. The next hub
+moves it (`tenancy/failure_texts.py`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from comfyfleet.ports import Store
 from comfyfleet.stores.documents import pack
 
 COLLECTION = "failure_texts"
-"""Of the central store's cabinet: what waits for a hub, by the id of the attempt."""
+"""Collection in the central store, by attempt id: texts that a hub has yet to move."""
 
-_ELSEWHERE = "what was said of it lies in its tenant's database: "
-_ON_ITS_WAY = "what was said of it waits for a hub to take it to its tenant's database: "
+_IN_TENANT_DATABASE = "the failure text is in the tenant's database: "
+_WAITING = "the failure text waits for a hub to move it to the tenant's database: "
 _TELLING = (FactKind.FAILED, FactKind.RETRYING)
 _PUBLIC = ("kind", "worker_id", "lease", "not_before")
-"""Of the data of a fact."""
+"""Public fields of a fact's data."""
 
 _OWN = (FailureKind.LEASE_EXPIRED, FailureKind.TOTAL_TIMEOUT)
-"""No worker reports these: an engine finds them out, also while a tenant's database is away."""
+"""The engine finds these itself, also while a tenant database is down. No worker reports them."""
 
 Texts = Mapping[str, FailureText]
-"""By the id of the attempt that was reported."""
+"""By attempt id."""
 
 
 def text_of(write: Write) -> FailureText | None:
-    """What is private in it. What the product itself says of a lease that ran out, or of the job's time, is not."""
+    """The private text in the write. The product's own words about an expired lease are not private."""
     end = write.attempt_end
     if end is None or end.failure is None or end.failure.kind in _OWN:
         return None
@@ -48,9 +48,9 @@ def text_of(write: Write) -> FailureText | None:
 
 
 def without_text(write: Write, attempt_id: str, *, is_left: bool = False) -> Write:
-    """`is_left`: they are not in the tenant's database yet."""
+    """`is_left`: the text is not in the tenant's database yet."""
     job, end = write.job, write.attempt_end
-    place = (_ON_ITS_WAY if is_left else _ELSEWHERE) + attempt_id
+    place = (_WAITING if is_left else _IN_TENANT_DATABASE) + attempt_id
     if job is not None and isinstance(failure := job.get("failure"), Failure):
         job = {**job, "failure": _withheld(failure, place)}
     if end is not None and end.failure is not None:
@@ -62,8 +62,10 @@ def without_text(write: Write, attempt_id: str, *, is_left: bool = False) -> Wri
     return msgspec.structs.replace(write, job=job, attempt_end=end, facts=facts)
 
 
-def told(written: WriteResult, write: Write) -> WriteResult:
-    """As it was asked for: whoever hears of it now need not look for the words."""
+def told(written: WriteResult | None, write: Write) -> WriteResult | None:
+    """Puts the original data back into the answer, so that listeners need not look up or decrypt it."""
+    if written is None:
+        return None
     facts = tuple(
         msgspec.structs.replace(fact, data=draft.data)
         for fact, draft in zip(written.facts, write.facts, strict=True)
@@ -80,21 +82,21 @@ def _withheld_data(data: dict[str, Any] | None, place: str) -> dict[str, Any]:
     return {**public, "message": place}
 
 
-# on the way out
+# reading
 
 
 def place_of(value: Job | Attempt | Fact) -> str | None:
-    """The attempt under which its words are found, where they lie elsewhere."""
+    """The id of the attempt under which the tenant's database keeps the text, if it does."""
     message = _message_of(value)
-    for said in (_ELSEWHERE, _ON_ITS_WAY):
+    for said in (_IN_TENANT_DATABASE, _WAITING):
         if message.startswith(said):
             return message.removeprefix(said)
     return None
 
 
 def is_left(value: Job | Attempt | Fact) -> bool:
-    """Whether a worker left its words for a hub: they may not be in the tenant's database yet."""
-    return _message_of(value).startswith(_ON_ITS_WAY)
+    """Whether a worker left the text for a hub, so it may not be in the tenant's database yet."""
+    return _message_of(value).startswith(_WAITING)
 
 
 def _message_of(value: Job | Attempt | Fact) -> str:
@@ -120,12 +122,10 @@ def fact_with(fact: Fact, texts: Texts) -> Fact:
     return fact if found is None else msgspec.structs.replace(fact, data=found.data)
 
 
-# workers that have no way to tenants' databases
+# workers without access to tenant databases
 
 
 class PendingFailureText(msgspec.Struct, frozen=True):
-    """A document of the drawer."""
-
     tenant: TenantId
     hold_id: HoldId
     text: FailureText
@@ -138,7 +138,7 @@ _MAX_TEXT = 2_000
 
 
 def body_of(left: PendingFailureText) -> bytes:
-    """As much of it as a document holds: mostly all of it."""
+    """Shortens a text that is longer than a document may be."""
     failure, data = left.text.failure, left.text.data
     brief = msgspec.structs.replace(failure, node_errors=None)
     briefest = msgspec.structs.replace(brief, traceback=(), message=failure.message[:_MAX_TEXT], missing=())
@@ -151,7 +151,7 @@ def body_of(left: PendingFailureText) -> bytes:
 
 
 def left_in(body: bytes) -> PendingFailureText | None:
-    """None: it cannot be read. A newer version wrote it, or somebody else did."""
+    """None: the document is unreadable, for example written by a newer version."""
     try:
         return _left.decode(zlib.decompress(body))
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
@@ -159,7 +159,7 @@ def left_in(body: bytes) -> PendingFailureText | None:
 
 
 def without_a_hub(store: Store) -> Store:
-    """The store as a process has it that knows no tenants' databases. One that nobody shares has none beside it."""
+    """For a process without tenant databases. A store that is not shared has no tenant databases."""
     return cast("Store", _WithoutHub(store)) if store.is_shared else store
 
 
@@ -176,11 +176,11 @@ class _WithoutHub:
         if text is None or dispatch is None or not dispatch.has_tenant_database or dispatch.lease is None:
             return await self._store.write(write)
         if isinstance(write.guard, AtRevision) and write.guard.revision != dispatch.revision:
-            # Decided on what is out of date: the lease may be another's by now.
+            # The write is out of date: another worker may hold the lease by now.
             return None
         attempt_id = await self._leave(dispatch, text)
         written = await self._store.write(without_text(write, attempt_id, is_left=True))
-        return None if written is None else told(written, write)
+        return told(written, write)
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
@@ -190,7 +190,7 @@ class _WithoutHub:
         return await self.write(write), await self._store.lease_next(offer)
 
     async def _leave(self, dispatch: Dispatch, text: FailureText) -> str:
-        """Before the failure is written. A text whose write came to nothing goes the same way: nobody asks for it."""
+        """Stores the text before the failure is written."""
         attempt_id = dispatch.lease_ref().attempt_id
         hold_id = HoldId(dispatch.job_id, dispatch.round)
         left = PendingFailureText(dispatch.tenant, hold_id, text, await self._store.now())

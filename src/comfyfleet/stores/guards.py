@@ -1,8 +1,6 @@
-"""What every store that keeps its dispatches in Python compares and makes: guards, a lease, a longer lease.
+"""Guards, leases and lease extensions for stores that handle dispatches in Python: pure functions of values.
 
-Pure functions of values. Where a dispatch is kept, and what is locked meanwhile, is each store's own.
-
-How long the end of a dispatch whose record lies apart is kept, whatever the retention says.
+It also decides how long an ended dispatch with a tenant database is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.fact import Fact, FactKind
 
-# To read a name of a module is several times as fast as to ask an enum.
+# Reading a module's name is several times faster than an enum lookup.
 _LEASED, _FACT = Phase.LEASED, FactKind.LEASED
 
 
@@ -43,7 +41,7 @@ def is_held(dispatch: Dispatch, ref: LeaseRef) -> bool:
         and dispatch.round == ref.round
         and lease.number == ref.number
         and lease.epoch == ref.epoch
-        # As bytes: the comparison takes no text beyond ASCII, and what a stranger sends may be anything.
+        # As bytes: `compare_digest` rejects text beyond ASCII, and callers may send anything.
         and hmac.compare_digest(lease.token.encode(), ref.token.encode(errors="replace"))
     )
 
@@ -51,7 +49,7 @@ def is_held(dispatch: Dispatch, ref: LeaseRef) -> bool:
 def granted(
     before: Dispatch, offer: LeaseOffer, epoch: int, now: float, fact_count: int
 ) -> tuple[Dispatch, Lease, Attempt, Fact]:
-    """A waiting dispatch under its new lease, the attempt that begins, and the fact that tells of it."""
+    """The dispatch under its new lease, the new attempt, and the fact about it."""
     number = before.lease_number + 1
     lease = Lease(offer.worker_id, number, epoch, offer.token, offer.poll_id, now, now + offer.acknowledge_s)
     after = msgspec.structs.replace(
@@ -68,7 +66,7 @@ def granted(
 
 
 def extended(dispatch: Dispatch, now: float, ttl_s: float) -> Dispatch:
-    """After a heartbeat. It never shortens a lease: two of them can arrive in the wrong order."""
+    """Never shortens a lease: two heartbeats can arrive in the wrong order."""
     assert dispatch.lease is not None, "only a lease that is held is extended"
     lease = msgspec.structs.replace(
         dispatch.lease, expires_at=max(dispatch.lease.expires_at, now + ttl_s), is_acknowledged=True
@@ -77,7 +75,7 @@ def extended(dispatch: Dispatch, now: float, ttl_s: float) -> Dispatch:
 
 
 def last_to_go(before: float, now: float) -> float:
-    """What is apart may go if it was settled before this, which is when it was last written."""
+    """A dispatch with a tenant database may be purged if it was settled (its last write) before this."""
     return min(before, now - TOMBSTONE_S)
 
 

@@ -1,7 +1,6 @@
-"""The reference store: everything in this process, gone at its end. Dispatches and records in one home.
+"""The reference store: it keeps everything in this process and loses it at the end.
 
-What a call does to the jobs that are open is `stores/inprocess/queue_state.py`'s; here are the records, the
-facts and what has ended.
+`stores/inprocess/queue_state.py` owns open jobs; this module adds records, facts and ended jobs.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class MemoryStore:
             phase: deque() for phase in Phase if phase.is_final
         }
         self._unsettled: list[JobId] = []
-        """In order."""
+        """Sorted."""
         self.moving = MemoryJobTransfer(self._state, clock.now, self._note_end, self._forget)
 
     @property
@@ -79,19 +78,19 @@ class MemoryStore:
         hear: Callable[[WorkerId, Command], None] | None = None,  # noqa: ARG002
         relearn: Callable[[], None] | None = None,  # noqa: ARG002
     ) -> None:
-        """Nobody else writes here, but a tenant may fall below its cap again."""
+        """No other process writes here, but a tenant may fall below its cap."""
         self._state.shares.came_free = wake
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
-        """Nobody else serves a worker."""
+        """No other process serves a worker."""
 
     async def now(self) -> float:
         return self._clock.now()
 
     async def close(self) -> None:
-        """Nothing is held that outlives the object."""
+        """Nothing to release."""
 
-    # the table profile × class
+    # eligibility matrix
 
     async def table(self) -> EligibilityMatrix:
         return self._state.table()
@@ -189,7 +188,7 @@ class MemoryStore:
         is_unsettled = dispatch.is_unsettled
         if dispatch.has_tenant_database:
             self._note_unsettled(dispatch.job_id, is_unsettled)
-        # The order in which they may go. What is unsettled joins when it is settled, so that nobody stands behind it.
+        # The order for purging. An unsettled job joins once it is settled, so that it delays no other job.
         if entry.ending is not None and not is_unsettled:
             self._ended[dispatch.phase].append((entry.ending, dispatch.job_id))
 
@@ -266,7 +265,7 @@ class MemoryStore:
     async def is_queue_paused(self) -> bool:
         return self._state.is_paused
 
-    # what is kept with a job
+    # facts and attempts
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         entry = self._state.entries.get(job_id)
@@ -279,7 +278,7 @@ class MemoryStore:
     async def mark_late(self, ref: LeaseRef) -> None:
         self._state.mark_late(ref)
 
-    # blocks and lessons
+    # blocks and workflow statistics
 
     async def get_block(self, pair: Pair) -> Block | None:
         return self._state.blocks.get(pair)
@@ -310,7 +309,7 @@ class MemoryStore:
         self._state.workflow_stats.put(stats)
         return stats
 
-    # what a job tells
+    # private
 
     def _granted(self, written: WriteResult | None) -> WriteResult | None:
         if written is not None:

@@ -1,7 +1,4 @@
-"""The steps that bring a database up to what this version knows: numbered files of SQL, each with a checksum.
-
-Where they are kept, how one is taken, and what a database of another version is told, is each store's own.
-"""
+"""Reads a store's migrations: numbered SQL files with checksums. Each store applies them itself."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ class Migration(msgspec.Struct, frozen=True):
 
 
 def migrations_of(package: str) -> list[Migration]:
-    """Those in its folder `migrations`, in their order."""
+    """The migrations of a package, in order."""
     found = []
     for file in (resources.files(package) / "migrations").iterdir():
         if match := re.fullmatch(r"(\d{4})_(\w+)\.sql", file.name):
-            # Line ends are no change of meaning; a checkout on another system must not look like one.
+            # A checkout with other line ends must have the same checksum.
             text = file.read_text(encoding="utf-8").replace("\r\n", "\n")
             found.append(Migration(int(match[1]), match[2], text))
     return sorted(found, key=lambda each: each.number)

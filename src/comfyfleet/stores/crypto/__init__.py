@@ -1,1 +1,1 @@
-"""Payloads, results and failures sealed at rest, around any store: AES-256-GCM, one data key for each tenant."""
+"""Encrypts payloads, results and failures at rest, around any store: AES-256-GCM, one data key per tenant."""

@@ -1,10 +1,9 @@
-"""The tenants' data keys: made, wrapped by a master key, kept in the store's cabinet, renewed, destroyed.
+"""Tenants' data keys: created, wrapped by a master key, kept as documents, renewed, destroyed. Reads the
+operator's master keys, too.
 
-One document holds one data key, named by tenant and key id, so keys of two stores can come together and nobody has to
-agree on a number. A key that was destroyed leaves its document without the key: what it sealed is told as such.
-Unwrapped keys stay in memory for half a minute; so long another process may go on with a key that is destroyed here.
-
-Master keys by id, as an operator writes them: `ID=KEY`, one a line in a file or one after the other in a setting.
+One document holds one data key, named by tenant and key id, so keys of two stores can be merged. A destroyed
+key leaves its document, so that its values are reported as destroyed. Unwrapped keys are cached for 30
+seconds; so long another process may still use a key that is destroyed here.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 class MasterKeys(msgspec.Struct, frozen=True):
     keys: dict[str, bytes] = {}
     current: str | None = None
-    """The one that data keys are wrapped with. None: what is sealed is opened, and nothing more is sealed."""
+    """Wraps new data keys. None: values are decrypted, and nothing is encrypted."""
 
     def __repr__(self) -> str:
-        # Whatever prints it: its keys are nobody's business.
+        # Never print the keys.
         return f"MasterKeys({', '.join(self.keys)}; current {self.current})"
 
 
 def read_master_keys(lines: Iterable[str], current: str = "") -> MasterKeys:
-    """`current` is the id of one of them, `none`, or empty for the first. Raises ValueError, which quotes no key."""
+    """Lines of `ID=KEY`; `current`: an id, `none`, or empty for the first. ValueError quotes no key."""
     keys: dict[str, bytes] = {}
     for line in lines:
         line = line.strip()
@@ -91,7 +90,7 @@ _FOR_CHECKS = "check"
 
 
 class WrappedKey(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A data key as it is kept."""
+    """A data key as stored."""
 
     made_at: float
     master: str = ""
@@ -100,7 +99,7 @@ class WrappedKey(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KeyCounts(msgspec.Struct, frozen=True):
-    """What there is, by the master key that it is wrapped with."""
+    """Counts of documents by master key."""
 
     masters: dict[str, int]
     tenants: int
@@ -113,7 +112,7 @@ V = TypeVar("V")
 
 
 class Keyring:
-    """`masters` is asked again and again: a key that is added to its file is known without a restart."""
+    """`masters` is called repeatedly: a key added to its file works without a restart."""
 
     def __init__(
         self,
@@ -134,21 +133,21 @@ class Keyring:
         self._known: dict[tuple[TenantId, str], tuple[DataKey, float]] = {}
 
     async def open(self) -> None:
-        """Refuses keys that do not open what is in this store."""
+        """Refuses master keys that do not match this store."""
         for document in await self._documents.listing(MASTER_KEYS, limit=_PAGE):
             master = self._masters.keys.get(document.name)
             if master is None:
                 raise Refusal(
                     RefusalCode.INVALID_REQUEST,
-                    f"this store is sealed with the master key {document.name!r}, which is not among the keys of "
+                    f"this store is encrypted with the master key {document.name!r}, which is not among the keys of "
                     f"[encryption] ({', '.join(sorted(self._masters.keys))}): add it, or wrap its data keys anew "
                     "with `comfyfleet encryption rotate` where both keys are known",
                 )
             if unwrap(master, document.body, _FOR_CHECKS, document.name) != _CHECK:
                 raise Refusal(
                     RefusalCode.INVALID_REQUEST,
-                    f"the master key {document.name!r} of [encryption] is not the one that this store is sealed "
-                    "with: another key has its id. Nothing was changed; give the right one",
+                    f"the master key {document.name!r} of [encryption] is not the one that encrypts this "
+                    "store: another key has its id. Nothing was changed; give the right one",
                 )
 
     @property
@@ -156,12 +155,11 @@ class Keyring:
         return self._masters.current is not None
 
     async def refresh(self) -> int:
-        """Now and then: reads the master keys again, and wraps what another than the current one has wrapped. Answers
-        how many data keys that were."""
+        """Reads the master keys again and wraps data keys with the current one. Returns how many changed."""
         try:
             self._masters = self._read()
         except (OSError, ValueError) as error:
-            _LOG.error("the master keys cannot be read again, the ones known so far stay: %s", error)
+            _LOG.error("the master keys cannot be read again, so the known ones stay in use: %s", error)
         now = self._clock.now()
         if self._masters == self._looked_with and now < self._looked_at + _LOOK_AGAIN_S:
             return 0
@@ -169,10 +167,10 @@ class Keyring:
         self._looked_with, self._looked_at = self._masters, now
         return moved
 
-    # sealing and opening
+    # encrypting and decrypting
 
     async def to_encrypt(self, tenant: TenantId) -> DataKey | None:
-        """None: nothing is to be sealed."""
+        """None: nothing is encrypted."""
         if self._masters.current is None:
             return None
         now = self._clock.now()
@@ -197,11 +195,11 @@ class Keyring:
         document = await self._documents.get(DATA_KEYS, _name(tenant, key_id))
         if document is None:
             raise DecryptionFailed(
-                f"it was sealed with the data key {key_id}, which this store does not have"
+                f"it is encrypted with the data key {key_id}, which this store does not have"
             )
         destroyed_at = _documents.decode(document.body).destroyed_at
         if destroyed_at is not None:
-            raise DecryptionFailed(f"the data key of tenant {tenant!r} that it was sealed with was destroyed")
+            raise DecryptionFailed(f"the data key of tenant {tenant!r} that encrypts it was destroyed")
         key = self._unwrapped(tenant, document)
         _remember(self._known, (tenant, key_id), (key, now))
         return key
@@ -209,7 +207,7 @@ class Keyring:
     # keys
 
     async def renew(self, tenant: TenantId) -> DataKey:
-        """A new data key, for what is sealed from now on; what is sealed already stays as it is."""
+        """A new data key for new values; existing values keep theirs."""
         current = self._masters.current
         if current is None:
             raise Refusal(
@@ -226,7 +224,7 @@ class Keyring:
         return key
 
     async def rewrap(self) -> int:
-        """Every data key under the current master key; how many were not. Values are not touched, so nobody waits."""
+        """Wraps all data keys with the current master key; values stay. Returns how many changed."""
         current, moved, left = self._masters.current, 0, set[str]()
         async for document in self._all():
             wrapped = _documents.decode(document.body)
@@ -238,12 +236,12 @@ class Keyring:
             try:
                 secret = self._unwrapped(_tenant_of(document.name), document).secret
             except Fault as fault:
-                # One tenant's key must not keep the others' under a master key that is to go.
-                _LOG.error("a data key stays as it is wrapped: %s", fault)
+                # One tenant's broken key must not keep the others under an old master key.
+                _LOG.error("a data key cannot be wrapped anew: %s", fault)
                 left.add(wrapped.master)
                 continue
             body = self._wrapped(current, secret, document.name, wrapped.made_at)
-            # One that was changed since then was wrapped anew, or destroyed, by another: that stands.
+            # If another process rewrapped or destroyed it meanwhile, its version stays.
             if await self._documents.put(DATA_KEYS, document.name, body, version=document.version):
                 moved += 1
             else:
@@ -256,7 +254,7 @@ class Keyring:
         return moved
 
     async def shred(self, tenant: TenantId) -> int:
-        """Destroys the tenant's data keys: what they sealed is unreadable from now on, here and in every copy of it."""
+        """Destroys the tenant's data keys: all values under them become unreadable, in every copy."""
         now, destroyed = self._clock.now(), 0
         async for document in self._of(tenant):
             wrapped = _documents.decode(document.body)
@@ -283,7 +281,7 @@ class Keyring:
         return KeyCounts(masters, len(tenants), destroyed)
 
     async def tenants(self) -> list[TenantId]:
-        """Who has a key. One whose keys were all destroyed may be gone, and gets another when something is sealed."""
+        """Tenants with a key that is not destroyed."""
         found = dict[TenantId, None]()
         async for document in self._all():
             if _documents.decode(document.body).destroyed_at is None:
@@ -293,7 +291,7 @@ class Keyring:
     # documents
 
     async def _introduce(self) -> None:
-        """A text that the current master key has wrapped: by it a wrong key is known at the start."""
+        """Stores a text wrapped by the current master key, which exposes a wrong key at the start."""
         current = self._masters.current
         if current is not None and await self._documents.get(MASTER_KEYS, current) is None:
             body = wrap(self._masters.keys[current], _CHECK, _FOR_CHECKS, current)
@@ -320,13 +318,13 @@ class Keyring:
         return DataKey(document.name.rpartition("/")[2], secret, wrapped.made_at)
 
     async def _of(self, tenant: TenantId) -> AsyncIterator[Document]:
-        """In the order of their ids, which is that of time."""
+        """Ordered by id, which is by time."""
         after = prefix = f"{tenant}/"
         while page := await self._documents.listing(DATA_KEYS, after, _PAGE):
             for document in page:
                 if not document.name.startswith(prefix):
                     return
-                # Another tenant's name may begin with this one's, and a stroke.
+                # Another tenant's name may begin with this one's and a slash.
                 if _tenant_of(document.name) == tenant:
                     yield document
             after = page[-1].name

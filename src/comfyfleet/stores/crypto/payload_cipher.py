@@ -1,8 +1,8 @@
-"""Jobs and their parts, sealed on the way into a store or a tenant database and opened on the way out.
+"""Encrypts jobs and their parts on the way into a store or tenant database, and decrypts them on the way out.
 
-What is sealed: the payload with metadata and attachments, the result, and what a server said of a failure. Reference,
-times, phase, hash and classes are not: stores and engines go by them. What was written plain before a key was
-configured is read as it is.
+Encrypted: the payload with metadata and attachments, the result, and a server's failure text. Plain:
+reference, times, phase, hash and classes, which stores and engines use. Values written before a key was
+configured stay readable.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _failures = msgspec.msgpack.Decoder(Failure)
 _data = msgspec.msgpack.Decoder(dict[str, Any])
 
 _TELLING = (FactKind.FAILED, FactKind.RETRYING)
-"""Facts that quote what a server said."""
+"""Facts that quote a server's text."""
 
 
 class PayloadCipher:
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring
 
-    # on the way in
+    # encrypting
 
     async def job(self, job: Job) -> Job:
         return msgspec.structs.replace(job, **await self.changes(job.tenant, job.job_id, _parts(job)))
@@ -84,10 +84,10 @@ class PayloadCipher:
         key = await self._keyring.to_encrypt(tenant)
         return None if key is None else encrypt(key, ValueContext(tenant, job_id, kind), pack(value))
 
-    # on the way out
+    # decrypting
 
     async def opened(self, job: Job) -> Job:
-        """A job of which something cannot be opened says why."""
+        """If a part cannot be decrypted, the job says why."""
         tenant, job_id, changed = job.tenant, job.job_id, dict[str, Any]()
         try:
             if (bytes_ := encrypted.in_payload(job.payload)) is not None:
@@ -112,7 +112,7 @@ class PayloadCipher:
         try:
             return _failures.decode(await self._open(tenant, job_id, "failure", bytes_))
         except DecryptionFailed as error:
-            return Failure(failure.kind, f"what was said of it cannot be read: {error}")
+            return Failure(failure.kind, f"its text cannot be decrypted: {error}")
 
     async def opened_attempt(self, tenant: TenantId, job_id: JobId, attempt: Attempt) -> Attempt:
         if attempt.failure is None:
@@ -126,7 +126,7 @@ class PayloadCipher:
         try:
             data = _data.decode(await self._open(tenant, fact.job_id, "fact", bytes_))
         except DecryptionFailed as error:
-            data = {"message": f"what was said of it cannot be read: {error}"}
+            data = {"message": f"its text cannot be decrypted: {error}"}
         return msgspec.structs.replace(fact, data=data)
 
     async def _open(self, tenant: TenantId, job_id: JobId, kind: Kind, value: bytes) -> bytes:

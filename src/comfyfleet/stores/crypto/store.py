@@ -1,7 +1,6 @@
-"""A store whose jobs are sealed: any other one, with payloads, results and failures sealed before they reach it.
+"""Wraps any store and encrypts payloads, results and failures before they reach it.
 
-Everything else is the inner store's. Workers that call the functions of the store themselves cannot open anything, so
-they are not admitted here.
+Direct workers cannot decrypt, so this store does not admit them.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from comfyfleet.model.job import Job
 from comfyfleet.ports import DirectWorkerInbox, Records, Store
 from comfyfleet.stores.crypto.keyring import Keyring
 from comfyfleet.stores.crypto.payload_cipher import PayloadCipher
+from comfyfleet.stores.failure_texts import told
 
 _MOST_TENANTS = 10_000
 _REFUSAL = (
-    "the jobs of this fleet are sealed and a worker that takes them from the store itself cannot open them: "
-    "let it work through a hub, or run `comfyfleet worker --store` with the keys of [encryption]"
+    "the jobs of this fleet are encrypted, and a direct worker cannot decrypt them: "
+    "connect it to a hub, or run `comfyfleet worker --store` with the keys of [encryption]"
 )
 
 
 def encrypted_store(inner: Store, keyring: Keyring) -> Store:
-    """The keyring's documents lie in the cabinet of the inner store."""
+    """The inner store keeps the keyring's documents."""
     return cast("Store", EncryptedStore(inner, keyring))
 
 
@@ -52,14 +52,14 @@ class EncryptedStore:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # What is not about payloads is the inner store's own, also what its port has yet to learn.
+        # All but payloads is the inner store's, including methods its port does not name.
         return getattr(self._inner, name)
 
     async def open(self) -> None:
         await self._inner.open()
         await self._keyring.open()
         if self.direct_workers is not None and self._keyring.encrypts:
-            # Those admitted before there was a key: they register again, and are told.
+            # Direct workers from before encryption register again, and learn why they are refused.
             for worker_id in (await self.direct_workers.look(1)).seen:
                 await self._inner.remove_worker(worker_id)
 
@@ -71,7 +71,7 @@ class EncryptedStore:
 
     async def write(self, write: Write) -> WriteResult | None:
         encrypted = await self._encrypted(write)
-        return None if encrypted is None else _told(await self._inner.write(encrypted), write)
+        return None if encrypted is None else told(await self._inner.write(encrypted), write)
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
@@ -80,7 +80,7 @@ class EncryptedStore:
         if encrypted is None:
             return None, None
         finished, leased = await self._inner.finish_and_lease_next(encrypted, offer)
-        return _told(finished, write), leased
+        return told(finished, write), leased
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         facts = await self._inner.facts(job_id, after)
@@ -123,7 +123,7 @@ class EncryptedStore:
 
 
 class TenantCache:
-    """Whose the jobs are that were seen here lately. A job's tenant never changes."""
+    """Tenants of recent jobs. A job's tenant never changes."""
 
     def __init__(self) -> None:
         self._of: dict[JobId, TenantId] = {}
@@ -138,19 +138,8 @@ class TenantCache:
 
 
 def without_digest(dispatch: Dispatch) -> Dispatch:
-    """A digest of the plain payload would confirm a guess of it. What is sealed is bound to its job by its seal."""
+    """A digest of the plain payload would confirm a guess. The encryption binds the value to its job already."""
     return msgspec.structs.replace(dispatch, payload_sha256=None)
-
-
-def _told(written: WriteResult | None, write: Write) -> WriteResult | None:
-    """As it was asked for: whoever hears of it now need not open it first."""
-    if written is None or not write.facts:
-        return written
-    facts = tuple(
-        msgspec.structs.replace(fact, data=draft.data)
-        for fact, draft in zip(written.facts, write.facts, strict=True)
-    )
-    return WriteResult(written.dispatch, facts)
 
 
 class EncryptedRecords:
@@ -187,7 +176,7 @@ class EncryptedRecords:
 
 
 class EncryptedDirectWorkerInbox:
-    """The door of workers without an engine, shut: nobody new is let in, and who is in may leave."""
+    """Admits no direct worker; those already admitted may leave."""
 
     def __init__(self, inner: DirectWorkerInbox, keyring: Keyring) -> None:
         self._inner = inner

@@ -1,7 +1,7 @@
-"""One value sealed and opened: AES-256-GCM under a key of the job's own, bound to the place where the value belongs.
+"""Encrypts and decrypts one value: AES-256-GCM under a key per job, bound to the value's context.
 
-A sealed value is its format, the id of the data key, a nonce, and the ciphertext with its tag. The job's key follows
-from the data key and the job's id, so no key ever seals more than the few values of one job and nonces may be random.
+An encrypted value is format, data key id, nonce, ciphertext and tag. The job's key is derived from the data
+key and the job's id. It encrypts only the few values of one job, so nonces may be random.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FOR_DATA_KEYS = "comfyfleet data key 1"
 
 
 class ValueContext(NamedTuple):
-    """Where a value belongs. Moved to any other place it does not open."""
+    """A value decrypts only in its own context."""
 
     tenant: TenantId
     job_id: JobId
@@ -38,10 +38,10 @@ class ValueContext(NamedTuple):
 
 
 class DataKey(msgspec.Struct, frozen=True):
-    """A tenant's key, unwrapped: in memory alone."""
+    """A tenant's unwrapped key, kept in memory only."""
 
     key_id: str
-    """32 hexadecimal digits; a later key has a greater one."""
+    """32 hexadecimal digits; later keys have greater ids."""
     secret: bytes
     made_at: float
 
@@ -50,7 +50,7 @@ class DataKey(msgspec.Struct, frozen=True):
 
 
 class DecryptionFailed(Exception):
-    """Why, for people."""
+    """The text is for people."""
 
 
 def new_key_id(now: float) -> str:
@@ -64,9 +64,9 @@ def encrypt(key: DataKey, place: ValueContext, plain: bytes) -> bytes:
 
 
 def key_id_of(encrypted: bytes) -> str:
-    """Which data key opens it."""
+    """The data key that decrypts it."""
     if encrypted[: len(_FORMAT)] != _FORMAT or len(encrypted) < _HEAD_BYTES + _NONCE_BYTES + _TAG_BYTES:
-        raise DecryptionFailed("it is sealed in a form that this version does not know, or was damaged")
+        raise DecryptionFailed("its encryption format is unknown to this version, or it is damaged")
     return encrypted[len(_FORMAT) : _HEAD_BYTES].hex()
 
 
@@ -78,7 +78,7 @@ def open_value(key: DataKey, place: ValueContext, encrypted: bytes) -> bytes:
         )
     except InvalidTag:
         raise DecryptionFailed(
-            f"its {place.kind} was changed, or moved here from another job: it does not fit its seal"
+            f"its {place.kind} was changed or comes from another job, so it cannot be decrypted"
         ) from None
 
 
@@ -87,18 +87,18 @@ def _cipher(key: DataKey, place: ValueContext) -> AESGCM:
 
 
 def _bound(head: bytes, place: ValueContext) -> bytes:
-    # Packed, not joined: no two places give the same bytes.
+    # Packed, not joined: two contexts never give the same bytes.
     return msgspec.msgpack.encode((head, *place))
 
 
 def wrap(master: bytes, secret: bytes, *names: str) -> bytes:
-    """A key, or any small secret, under a master key; `names` say what it is for."""
+    """Encrypts a key or small secret under a master key; `names` bind its purpose."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     return nonce + AESGCM(master).encrypt(nonce, secret, msgspec.msgpack.encode((_FOR_DATA_KEYS, *names)))
 
 
 def unwrap(master: bytes, wrapped: bytes, *names: str) -> bytes | None:
-    """None: not with this master key, or not for this."""
+    """None: wrong master key or purpose."""
     nonce, rest = wrapped[:_NONCE_BYTES], wrapped[_NONCE_BYTES:]
     try:
         return AESGCM(master).decrypt(nonce, rest, msgspec.msgpack.encode((_FOR_DATA_KEYS, *names)))

@@ -1,1 +1,1 @@
-"""What the memory and the SQLite store share: open jobs in this process, their lanes, shares and blocks."""
+"""Shared by the memory and the SQLite store: open jobs in this process, their lanes, shares and blocks."""

@@ -1,4 +1,4 @@
-"""Blocks and lessons as an in-process store keeps them: bounded, with the ends of blocks in order."""
+"""Bounded tables of blocks and workflow statistics for in-process stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 class BlockTable:
-    """Counting records and blocks in force by worker. Reading changes nothing."""
+    """Blocks in force, and failure counts towards a block, by worker."""
 
     def __init__(self) -> None:
         self._blocks: dict[WorkerId, dict[str, Block]] = {}
@@ -32,13 +32,13 @@ class BlockTable:
         return [block for blocks in self._blocks.values() for block in blocks.values()]
 
     def put(self, block: Block) -> Pair | None:
-        """Answers the pair that was forgotten to make room."""
+        """Returns the pair that was evicted for it, if any."""
         forgotten = None
         mine = self._blocks.setdefault(block.worker_id, {})
         mine.pop(block.target, None)
         mine[block.target] = block
         if len(mine) > MAX_PAIRS_PER_WORKER:
-            # A count towards a block is forgotten before a block in force.
+            # Evict a count before a block in force.
             counting = (target for target, known in mine.items() if known.blocked_until is None)
             forgotten = mine.pop(next(counting, next(iter(mine)))).pair
         if block.blocked_until is not None:
@@ -66,7 +66,7 @@ class BlockTable:
             self._targets.pop(worker_id, None)
 
     def blocked_targets(self, worker_id: WorkerId, now: float) -> frozenset[str]:
-        """What this worker must not get now. Remembered until the first of them ends."""
+        """Targets that this worker must not get now. Cached until the first block ends."""
         mine, of_all = self._blocks.get(worker_id), self._blocks.get(EVERY_WORKER)
         if not mine and not of_all:
             return _NOTHING
@@ -99,7 +99,7 @@ class BlockTable:
 
 
 class WorkflowStatsTable:
-    """The newest lessons; the longest unused is forgotten first."""
+    """Evicts the entry that was unused for longest."""
 
     def __init__(self) -> None:
         self._workflow_stats: dict[WorkflowHash, WorkflowStats] = {}
@@ -111,7 +111,7 @@ class WorkflowStatsTable:
         return list(self._workflow_stats.values())
 
     def put(self, stats: WorkflowStats) -> WorkflowHash | None:
-        """Answers the one that was forgotten to make room."""
+        """Returns the workflow that was evicted for it, if any."""
         self._workflow_stats.pop(stats.workflow_hash, None)
         self._workflow_stats[stats.workflow_hash] = stats
         if len(self._workflow_stats) <= MAX_WORKFLOW_STATS:

@@ -1,7 +1,7 @@
-"""When each open job falls due, for stores that keep them in this process.
+"""When each open job of an in-process store falls due.
 
-A heap of hints: a job that moves leaves its old one behind, and one that moves later need not be told at all. What a
-job says of itself when it is asked is the truth.
+A heap of hints: a job that moves leaves its old hint behind, and one that moves later needs no new hint. The
+callback `due_at` has the true time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from comfyfleet.model.ids import JobId
 
 _WRONG_HINTS = 1_000
-"""So many may be met on the way to what is due; then the heap is made anew."""
+"""The heap is rebuilt after this many wrong hints."""
 
 
 class DueTimes:
@@ -37,11 +37,11 @@ class DueTimes:
         return None
 
     def until(self, now: float, last: tuple[float, str]) -> Iterator[JobId]:
-        """By time and id, behind the last one. They stay due."""
+        """Jobs due by `now`, ordered by time and id, after `last`. They stay due."""
         if self._wrong > _WRONG_HINTS:
             self._make_anew()
         hints, told = self._hints, last
-        # The heap is walked in its order and left as it is. A hint without a place stands where it should have.
+        # Walks the heap in order without changing it. A corrected hint has the index -1.
         ahead = [(hints[0], 0)] if hints else []
         while ahead and ahead[0][0][0] <= now:
             (at, job_id), place = heappop(ahead)

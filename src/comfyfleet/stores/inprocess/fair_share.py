@@ -1,7 +1,7 @@
-"""What an in-process store knows of tenants: their terms, what they were charged, who is out, who begins to wait.
+"""Tenants' shares in an in-process store: terms, charges, and who is excluded.
 
-Nothing is counted or charged until the first tenant gets terms; from then on everybody is, and it stays so: virtual
-times that stood still would be priorities. The memory and the SQLite store share it.
+Counting and charging start when the first tenant gets terms, and never stop: a virtual time that stood still
+would act as a priority.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from comfyfleet.stores.inprocess.lane_index import LaneIndex
 class FairShareState:
     def __init__(self, index: LaneIndex) -> None:
         self.is_fair = False
-        """Whether anybody has, or has had, terms."""
+        """Whether any tenant has, or has had, terms."""
         self.terms: dict[TenantId, TenantTerms] = {}
         self.credits: dict[TenantId, float] = {}
         self.behind: set[TenantId] = set()
         self.charges: dict[JobId, float] = {}
-        """What each lease was charged with, in virtual time."""
+        """The virtual time that each lease was charged."""
         self.changed: dict[TenantId, None] = {}
-        """Whose share has changed since somebody last wrote it down."""
+        """Tenants whose share changed since it was last written."""
         self.came_free: Callable[[], None] = lambda: None
-        """Called when something that waits may be leased again."""
+        """Called when a waiting job may be leased again."""
         self._index = index
         self._waiting: Counter[TenantId] = Counter()
         self._leased: Counter[TenantId] = Counter()
@@ -49,7 +49,7 @@ class FairShareState:
             self._judge(tenant, now)
 
     def end_holds(self, now: float) -> None:
-        """Before each look: a hold that is over holds nobody, whether somebody has noticed or not."""
+        """Called before each look: an expired hold excludes nobody."""
         if now >= self._hold_end:
             self.resume(now)
 
@@ -69,21 +69,21 @@ class FairShareState:
         )
 
     def weight(self, tenant: TenantId) -> float:
-        """As a candidate shows it."""
+        """As shown by a candidate."""
         if not self.is_fair:
             return 0.0
         terms = self.terms.get(tenant)
         return 1.0 if terms is None else terms.weight
 
     def take_in(self, share: TenantShare) -> None:
-        """As it was kept elsewhere; its jobs are counted as they come."""
+        """Takes a share from elsewhere; its jobs are counted when they arrive."""
         self._index.advance(share.tenant, share.virtual_time)
         self.credits[share.tenant] = share.credit
         if share.is_behind:
             self.behind.add(share.tenant)
 
     def resume(self, now: float) -> None:
-        """All jobs are counted: who is out now?"""
+        """Excludes or readmits each tenant, after all jobs were counted."""
         for tenant in self.terms:
             self._judge(tenant, now)
         self._hold_end = self.next_hold_end(now) or float("inf")
@@ -94,7 +94,7 @@ class FairShareState:
         return tenant in self._waiting or tenant in self._leased
 
     def begin_to_wait(self, tenant: TenantId) -> None:
-        """It had nothing to do until now."""
+        """For a tenant that had no open jobs."""
         self._keep(self.of(tenant).started(self._start(tenant)))
 
     def count_waiting(self, tenant: TenantId, by: int) -> None:
@@ -106,7 +106,7 @@ class FairShareState:
             self._judge(tenant, now)
 
     def charge(self, job_id: JobId, tenant: TenantId, seconds: float) -> None:
-        """For a lease that begins, before it is counted."""
+        """At the start of a lease, before it is counted."""
         share = self.of(tenant)
         if share.is_behind:
             self.behind.discard(tenant)
@@ -115,14 +115,14 @@ class FairShareState:
         self._keep(share.charged(by))
 
     def settle(self, job_id: JobId, tenant: TenantId, used_s: float | None) -> None:
-        """For a lease that ends: what it was charged with is put right."""
+        """At the end of a lease: corrects the charge by the time used."""
         charged = self.charges.pop(job_id, None)
         if charged is not None and used_s is not None:
             share = self.of(tenant)
             self._keep(share.charged(used_s / share.weight - charged))
 
     def advance(self, tenant: TenantId, seconds: float) -> None:
-        """By hand: so much more virtual time."""
+        """Adds virtual time by hand."""
         self._index.charge(tenant, seconds)
         self.changed[tenant] = None
 
@@ -136,7 +136,7 @@ class FairShareState:
         self.changed[share.tenant] = None
 
     def _judge(self, tenant: TenantId, now: float) -> None:
-        """Takes the tenant out, or brings it back, as its terms and its leases say."""
+        """Excludes or readmits the tenant according to its terms and leases."""
         if self.of(tenant).is_out(now):
             self._index.take_out(tenant)
             self.behind.add(tenant)
@@ -148,15 +148,13 @@ class FairShareState:
 
 
 def _add(counter: Counter[TenantId], tenant: TenantId, by: int) -> None:
-    """Who has none is not in it."""
+    """Removes a count of zero."""
     counter[tenant] += by
     if not counter[tenant]:
         del counter[tenant]
 
 
 class MemoryFairShare:
-    """The port of the memory store."""
-
     def __init__(
         self, ledger: FairShareState, now: Callable[[], float], jobs: Callable[[], Iterable[Dispatch]]
     ) -> None:

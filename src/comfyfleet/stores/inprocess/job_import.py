@@ -1,4 +1,4 @@
-"""Taking jobs in from another store, as the memory store does it, and what every in-process store does in it."""
+"""Imports jobs from another store into the memory store, with the part that all in-process stores share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ E = TypeVar("E", bound=QueueEntry)
 
 
 def place(kept: QueueState[E], entry: E, whole: JobSnapshot, now: float) -> E:
-    """Puts a job that came from elsewhere behind everything that is here."""
+    """Puts an imported job behind all jobs that are here."""
     assert whole.dispatch.lease is None, "a leased job does not move"
     kept.sequence += 1
     entry.dispatch = msgspec.structs.replace(whole.dispatch, sequence=kept.sequence)

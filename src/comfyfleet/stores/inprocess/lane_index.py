@@ -1,16 +1,15 @@
-"""Which waiting job comes first for a profile, at a cost that does not grow with the jobs or classes that wait.
+"""Finds the first waiting job for a profile, at a cost independent of how many jobs or classes wait.
 
-Jobs stand in lanes; a profile (a set of workers that may take the same classes) has an index of the lanes it may take,
-in two levels: (priority, tenant), then lanes. What an index keeps of a lane is a *lower bound* of its head: a lease
-moves the head up and touches no index, and a bound that has become too low is put right when it comes to the top. Only
-a new, lower head (an empty lane fills, a retried job returns) is told to the profiles at once, and each takes the news
-in when it next looks: with hundreds of unequal workers most lanes are empty again by then.
+Jobs wait in lanes. A profile (workers that may take the same classes) indexes its lanes in two levels:
+(priority, tenant), then lanes. An index keeps a *lower bound* of each lane's head. A lease raises the head
+and touches no index; a bound that is too low is corrected when it reaches the top. Only a new, lower head (an
+empty lane fills, a retried job returns) goes to the profiles, and each sorts it in at its next look: with
+hundreds of different workers, most lanes are empty again by then.
 
-The order is (priority, virtual time of the tenant, sequence). Virtual time moves with each lease of a tenant, so it
-stands one level above the lanes: one entry a tenant. It never falls; that is what makes a bound a bound. A tenant that
-may have nothing now, held or at its cap, is taken out: an entry of it that comes to the top is put by until it is back.
-
-This module holds numbers only. The memory and the SQLite store share it.
+The order is (priority, virtual time of the tenant, sequence). Each lease changes its tenant's virtual time,
+so that stands above the lanes: one entry per tenant. Virtual time never falls, which keeps the bounds valid.
+Entries of a tenant that is held or at its cap are set aside when they reach the top, until the tenant is
+back.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from comfyfleet.model.block import tenant_target
 from comfyfleet.model.dispatch import LaneKey
 from comfyfleet.model.ids import ClassKey, ProfileKey, TenantId
 
-# Classes no open job belongs to are kept for a while: the next job of the kind finds its verdicts ready.
+# Idle classes are kept for a while: the next job of the class finds its eligibility ready.
 MAX_IDLE_CLASSES = 4096
 
 _NOTHING: frozenset[str] = frozenset()
 
 
 class _Lane:
-    """The sequence numbers waiting under one key, ascending. Taking the head is cheap; so is putting one back."""
+    """Waiting sequence numbers under one key, ascending. Taking the head and putting one back are cheap."""
 
     __slots__ = ("head", "items", "key", "number")
 
@@ -52,14 +51,15 @@ class _Lane:
         return self.items[self.head]
 
     def add(self, sequence: int) -> bool:
-        """True if it became the head."""
+        """Returns True if it became the head."""
         items, head = self.items, self.head
         if len(items) == head or sequence > items[-1]:
             items.append(sequence)
             return len(items) == head + 1
         at = bisect_left(items, sequence, head)
         if head and at - head < 1024:
-            # A retried job returns near the front: moving the few before it is cheaper than moving all behind it.
+            # A retried job returns near the front: moving the few before it is cheaper than moving all behind
+            # it.
             items[head - 1 : at - 1] = items[head:at]
             items[at - 1] = sequence
             self.head = head - 1
@@ -100,14 +100,14 @@ class _Group:
                 self._tidy()
 
     def _tidy(self) -> None:
-        """Lanes come and go; a profile nobody polls for must not collect them."""
+        """Removes empty lanes, also for a profile that nobody polls for."""
         self.bounds = {lane: bound for lane, bound in self.bounds.items() if lane}
         self.heap = [(bound, lane) for lane, bound in self.bounds.items()]
         heapify(self.heap)
         self.tidy_at = 64 + 2 * len(self.heap)
 
     def best(self) -> tuple[int, _Lane] | None:
-        """The lane whose head comes first, its bound put right; None when nothing waits."""
+        """The lane with the first head, its bound corrected. None if nothing waits."""
         heap, bounds = self.heap, self.bounds
         while heap:
             bound, lane = heap[0]
@@ -129,20 +129,18 @@ class _Group:
         return bound, lane
 
 
-# (−priority, virtual time, sequence, tenant): the head of a group, each part but the first a lower bound
+# (−priority, virtual time, sequence, tenant): the head of a group; all but priority are lower bounds
 _Entry = tuple[int, float, int, TenantId]
 _Place = tuple[int, TenantId]
 
 
 class _Tenants:
-    """What the index knows of tenants."""
-
     __slots__ = ("out", "virtual_times")
 
     def __init__(self) -> None:
         self.virtual_times: dict[TenantId, float] = {}
         self.out: dict[TenantId, dict[tuple[_Profile, _Place], None]] = {}
-        """Those that may have nothing now, and whose entries were put by for it."""
+        """Excluded tenants, with the entries set aside for them."""
 
 
 class _Profile:
@@ -151,7 +149,7 @@ class _Profile:
     def __init__(self, classes: set[ClassKey]) -> None:
         self.classes = classes
         self.unsorted: dict[_Lane, None] = {}
-        """Lanes that got a new head since this profile last looked."""
+        """Lanes with a new head since this profile's last look."""
         self.sort_pending_at = 64
         self.tidy_at = 64
         self.groups: dict[_Place, _Group] = {}
@@ -166,7 +164,7 @@ class _Profile:
             group = self.groups[at] = _Group()
         group.lower(sequence, lane)
         known = self.bounds.get(at)
-        # An entry that was put by leaves a group behind whose other lanes may come first.
+        # After an entry was set aside, other lanes of its group may come first.
         entry = (descending, virtual_time, group.heap[0][0] if known is None else sequence, tenant)
         if known is None or entry < known:
             self.bounds[at] = entry
@@ -182,7 +180,7 @@ class _Profile:
         self.tidy_at = 64 + 2 * len(self.heap)
 
     def sort_pending(self) -> None:
-        """A profile nobody polls for must not collect lanes that have emptied."""
+        """Sorts pending lanes in, also for a profile that nobody polls for."""
         self.unsorted = {lane: None for lane in self.unsorted if lane}
         self.sort_pending_at = 64 + 2 * len(self.unsorted)
 
@@ -223,13 +221,13 @@ class _Profile:
         return None
 
     def renew(self, at: _Place, virtual_times: dict[TenantId, float]) -> None:
-        """After lanes of a group were set aside: its entry follows its new head."""
+        """Moves a group's entry to its new head after lanes were set aside."""
         heappop(self.heap)
         del self.bounds[at]
         self.restore(at, virtual_times)
 
     def restore(self, at: _Place, virtual_times: dict[TenantId, float]) -> None:
-        """A group whose entry was taken away gets it again, if there is anything in it."""
+        """Gives a group its entry back if anything waits in it."""
         group = self.groups.get(at)
         if group is None or at in self.bounds:
             return
@@ -252,7 +250,7 @@ class LaneIndex:
         self._tenants = _Tenants()
         self._lane_numbers = 0
 
-    # the table profile × class
+    # eligibility matrix
 
     def has_class(self, class_key: ClassKey) -> bool:
         return class_key in self._profiles_of
@@ -262,7 +260,7 @@ class LaneIndex:
         return profile is not None and class_key in profile.classes
 
     def add_class(self, class_key: ClassKey, fits: Collection[ProfileKey]) -> list[ClassKey]:
-        """Answers the classes that were dropped to make room: idle ones, longest idle first."""
+        """Returns the classes evicted for it: idle ones, longest idle first."""
         if class_key in self._profiles_of:
             return []
         profiles = dict.fromkeys(self._profiles[key] for key in fits if key in self._profiles)
@@ -281,7 +279,7 @@ class LaneIndex:
         return dropped
 
     def pin(self, class_key: ClassKey) -> None:
-        """An open job belongs to this class: it stays in the table, though nobody may wait in its lanes just now."""
+        """Keeps the class of an open job in the table, even if no job waits in its lanes."""
         pins = self._pins.get(class_key, 0)
         self._pins[class_key] = pins + 1
         if not pins:
@@ -333,12 +331,12 @@ class LaneIndex:
         lane = self._lanes[key]
         lane.remove(sequence)
         if not lane:
-            # The object may still stand in an index: found empty there, it is dropped.
+            # An index may still hold the object; it drops an empty lane.
             del self._lanes[key]
             del self._lanes_of[key.class_key][lane]
 
     def position(self, key: LaneKey, sequence: int) -> int:
-        """How many waiting jobs stand before this one: by priority, then by age."""
+        """How many waiting jobs come before this one, by priority and age."""
         ahead = 0
         for other, lane in self._lanes.items():
             if other.priority > key.priority:
@@ -367,7 +365,7 @@ class LaneIndex:
         return tenant in self._tenants.out
 
     def take_out(self, tenant: TenantId) -> None:
-        """Nobody sees anything of this tenant until it is brought back."""
+        """Hides the tenant's jobs until `bring_back`."""
         self._tenants.out.setdefault(tenant, {})
 
     def bring_back(self, tenant: TenantId) -> None:
@@ -379,12 +377,12 @@ class LaneIndex:
     def first(
         self, key: ProfileKey, skip: Set[str] = _NOTHING, skip_jobs: Container[int] = ()
     ) -> tuple[LaneKey, int] | None:
-        """The one job this profile takes next, in the store's order."""
+        """The job this profile takes next."""
         profile = self._profiles.get(key)
         best = None if profile is None else profile.best(self._tenants)
         if best is None:
             return None
-        # Most often nothing is to be skipped: the lane on top gives the job, and no lane has to be set aside.
+        # Usually nothing is skipped: the top lane has the job, and no lane is set aside.
         first, lane = best[1].heap[0]
         if first not in skip_jobs and not (skip and _is_skipped(lane.key, skip)):
             return lane.key, first
@@ -403,10 +401,9 @@ class LaneIndex:
         skip: Set[str] = _NOTHING,
         skip_jobs: Container[int] = (),
     ) -> list[tuple[LaneKey, int, float]]:
-        """What a round needs to see for this profile.
-
-        As many jobs as there are slots, in order; beyond them, of the same priority and of tenants within a quantum of
-        the least served, the heads of further lanes, so that policy has something to choose from.
+        """Candidates for a matching pass. First as many jobs as there are slots, in order; then heads of
+        further lanes, of the same priority and of tenants within a quantum of the least served, for policy to
+        choose from.
         """
         found: list[tuple[LaneKey, int, float]] = []
         seen: set[LaneKey] = set()
@@ -432,9 +429,8 @@ class LaneIndex:
         skip_jobs: Container[int],
         heads_after: int = 1,
     ) -> Generator[tuple[LaneKey, int, float], None, None]:
-        """Jobs in order. The first `heads_after` go as deep into a lane as the order says; beyond them, heads only.
-
-        Lanes that were looked at are set aside meanwhile and put back at the end, with their bounds put right.
+        """Jobs in order. The first `heads_after` may be several of one lane; after that, heads only. Sets
+        visited lanes aside and puts them back at the end with corrected bounds.
         """
         profile = self._profiles.get(key)
         if profile is None:
@@ -471,5 +467,5 @@ class LaneIndex:
 
 
 def _is_skipped(lane: LaneKey, skip: Set[str]) -> bool:
-    """Its workflow is left out, for everybody or for its tenant."""
+    """Whether its workflow is skipped, for all tenants or for this one."""
     return lane.workflow_hash in skip or tenant_target(lane.workflow_hash, lane.tenant) in skip

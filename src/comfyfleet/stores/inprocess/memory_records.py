@@ -1,4 +1,4 @@
-"""What the memory store keeps of each job beside what `queue_state.py` does, and the tenant's view of it."""
+"""The memory store's job entries, and the tenant's view of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from comfyfleet.stores.inprocess.queue_state import QueueEntry
 
 
 class MemoryEntry(QueueEntry, kw_only=True, eq=False, gc=False):
-    """All that is kept of one job."""
-
     job: Job
     facts: tuple[Fact, ...] = ()
 
@@ -21,8 +19,6 @@ class MemoryEntry(QueueEntry, kw_only=True, eq=False, gc=False):
 
 
 class MemoryRecords:
-    """The tenant's side of the same entries."""
-
     def __init__(
         self, entries: dict[JobId, MemoryEntry], references: dict[tuple[TenantId, str], JobId]
     ) -> None:
@@ -46,7 +42,7 @@ class MemoryRecords:
         after: JobId | None,
         newest_first: bool = False,
     ) -> list[Job]:
-        """Two ids of one millisecond may be out of order, so a page goes on by sequence."""
+        """Two ids of one millisecond may be out of order, so a page continues by sequence."""
         last = None if after is None else self._entries.get(after)
         page = []
         for job_id, entry in reversed(self._entries.items()) if newest_first else self._entries.items():
@@ -55,7 +51,7 @@ class MemoryRecords:
                 if here >= there if newest_first else here <= there:
                     continue
             elif after is not None and (job_id >= after if newest_first else job_id <= after):
-                # What the page ended with is gone; its id still says when it was.
+                # The last job of the previous page is gone; its id still gives its time.
                 continue
             if tenant not in (None, entry.job.tenant) or phase not in (None, entry.dispatch.phase):
                 continue

@@ -1,8 +1,8 @@
-"""What an in-process store knows, and the effect of every call on it: open jobs, the table, workers, blocks, lessons.
+"""The state of an in-process store and the effect of each call: open jobs, eligibility, workers, blocks,
+statistics.
 
-The memory and the SQLite store share it, so no guard and no order is written twice. Every method runs without a pause
-between its first and last line, so each is atomic for whoever shares the event loop. Jobs' records, their facts and
-what has ended are kept by the store itself: in memory or on disk.
+The memory and the SQLite store share it. No method awaits, so each is atomic within its event loop. The
+stores keep job records, facts and ended jobs themselves.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ from comfyfleet.stores.inprocess.lane_index import LaneIndex
 
 class EndedLease(NamedTuple):
     number: int
-    """Two jobs that end at one moment still end one after the other."""
+    """Orders jobs that end at the same moment."""
     at: float
 
 
 class QueueEntry(msgspec.Struct, kw_only=True, eq=False, gc=False):
-    """What every in-process store keeps of a job. Stores add what else they hold of it.
-
-    There are hundreds of thousands: each is as small as can be, and nothing in it refers back to it.
+    """What in-process stores keep of a job; each adds its own fields. There are hundreds of thousands, so an
+    entry is small and has no reference cycles.
     """
 
     dispatch: Dispatch
@@ -66,11 +65,11 @@ class QueueEntry(msgspec.Struct, kw_only=True, eq=False, gc=False):
 
 E = TypeVar("E", bound=QueueEntry)
 
-# Asked for at every step: to read a name of a module is several times as fast as to ask an enum.
+# Reading a module's name is several times faster than an enum lookup.
 _QUEUED, _LEASED, _IN_LANE = Phase.QUEUED, Phase.LEASED, Readiness.IN_LANE
 _NOTHING: frozenset[int] = frozenset()
 _SET_S = 1.0
-"""Two clocks that differ by less than this more than before have been asked one after the other."""
+"""A smaller difference between the two clocks comes from reading them one after the other."""
 
 
 class QueueState(Generic[E]):
@@ -88,17 +87,17 @@ class QueueState(Generic[E]):
         self.sequence = 0
         self.endings = 0
         self.highest_id = ""
-        """No job had an id beyond this one. Ids grow with time, so most new ones are known for new by this alone."""
+        """The greatest id so far. Ids grow with time, so a greater one is certainly new."""
         self.is_paused = False
         self.forgotten: list[Pair] = []
-        """Pairs that the blocks of the latest write pushed out."""
+        """Pairs evicted by the blocks of the latest write."""
         self.index = LaneIndex()
         self.shares = FairShareState(self.index)
         self._clock = clock
         self._began = clock.now() - clock.monotonic()
-        """By the clock as it is set now, when the one that nobody sets stood at 0."""
+        """Wall time at monotonic time 0, as the clock is set now."""
         self.longest_ttl_s = 0.0
-        """For which a lease was ever given or extended."""
+        """The longest lease ever given."""
         self.is_ttl_new = False
         self._by_sequence: dict[int, JobId] = {}
         self._leases_of: dict[WorkerId, dict[JobId, None]] = {}
@@ -106,7 +105,7 @@ class QueueState(Generic[E]):
         self._due = DueTimes(self._due_at)
         self._by_readiness = dict.fromkeys(Readiness, 0)
 
-    # the table profile × class
+    # eligibility matrix
 
     def table(self) -> EligibilityMatrix:
         return EligibilityMatrix(
@@ -116,7 +115,7 @@ class QueueState(Generic[E]):
     def put_class(
         self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int
     ) -> list[ClassKey] | None:
-        """The classes that were dropped to make room; None if the version is an old one."""
+        """The classes evicted for it; None if the version is outdated."""
         if version != self.table_version:
             return None
         self.table_version += 1
@@ -136,11 +135,11 @@ class QueueState(Generic[E]):
     # jobs
 
     def enqueue(self, entry: E, drafts: Sequence[FactDraft]) -> WriteResult | None:
-        """Its place in line is given here. Whether its id or reference is taken was asked before."""
+        """Assigns the sequence number. The caller has checked that id and reference are new."""
         dispatch = entry.dispatch
         if not self.has_classes(dispatch):
             return None
-        assert dispatch.job_id not in self.entries, "whether it is here was asked before"
+        assert dispatch.job_id not in self.entries, "the caller checks that the id is new"
         self.sequence += 1
         entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
         self._know(entry)
@@ -149,7 +148,7 @@ class QueueState(Generic[E]):
         return WriteResult(dispatch, self._note(entry, drafts))
 
     def has_classes(self, dispatch: Dispatch) -> bool:
-        """Whether the table has a row for all the classes an open job may be of."""
+        """Whether the table has all classes of the job."""
         if dispatch.phase is not _QUEUED and dispatch.phase is not _LEASED:
             return True
         relaxed = dispatch.relaxed_class
@@ -211,7 +210,7 @@ class QueueState(Generic[E]):
         return self._grant(self.entries[self._by_sequence[sequence]], lane, offer)
 
     def _is_as_matched(self, offer: LeaseOffer) -> bool:
-        """It may have registered anew since then, with other tenants perhaps."""
+        """The worker may have registered anew since matching, perhaps with other tenants."""
         worker = self.workers.get(offer.worker_id)
         return worker is None or worker.profile == offer.profile
 
@@ -220,7 +219,7 @@ class QueueState(Generic[E]):
         return None if job_id is None else self.entries[job_id].dispatch
 
     def write(self, write: Write) -> WriteResult | None:
-        """All but the job's record, which is the store's own."""
+        """Applies all but the job's record, which the store owns."""
         entry = self.entries.get(write.job_id)
         if entry is None or not holds(entry.dispatch, write):
             return None
@@ -230,8 +229,8 @@ class QueueState(Generic[E]):
             return None
         lease = before.lease if after.lease is None else None
         end = None if lease is None else write.attempt_end
-        assert lease is None or end is not None, "whoever ends a lease says how its attempt ended"
-        # From here on nothing can fail: all of the write happens, or nothing has.
+        assert lease is None or end is not None, "a write that ends a lease has an attempt_end"
+        # Nothing below can fail, so the write is atomic.
         was_open = self.shares.is_open(before.tenant)
         self._depart(before)
         if lease is not None and end is not None:
@@ -256,7 +255,7 @@ class QueueState(Generic[E]):
         return LeaseState(ref, True, dispatch.stop is not None)
 
     def mark_late(self, ref: LeaseRef) -> bool:
-        """Whether there was anything to note."""
+        """Returns whether it changed anything."""
         entry = self.entries.get(ref.job_id)
         if entry is None:
             return False
@@ -300,10 +299,10 @@ class QueueState(Generic[E]):
             return None
         return self.index.position(entry.dispatch.lane, entry.dispatch.sequence)
 
-    # coming and going without a change
+    # loading and unloading
 
     def take_in(self, entry: E) -> None:
-        """A job as it was kept elsewhere, counted anew."""
+        """Loads a job that is not counted yet."""
         dispatch = entry.dispatch
         self._know(entry)
         if dispatch.lease is not None:
@@ -311,25 +310,25 @@ class QueueState(Generic[E]):
         self._arrive(entry)
 
     def bring_back(self, entry: E) -> None:
-        """A job that has ended, known here no more but still counted."""
+        """Loads an ended job that is still counted."""
         self.by_phase[entry.dispatch.phase] -= 1
         self.take_in(entry)
 
     def let_go(self, entry: E) -> None:
-        """A job that has ended and is kept elsewhere: it still counts."""
+        """Unloads an ended job; it stays counted."""
         del self.entries[entry.dispatch.job_id]
         if entry.reference is not None:
             self.references.pop((entry.dispatch.tenant, entry.reference), None)
 
     def forget(self, entry: E) -> None:
-        """As if it had never been."""
+        """Removes a job from memory and counts."""
         dispatch = entry.dispatch
         self._depart(dispatch)
         if dispatch.lease is not None:
             self._drop_lease(dispatch, dispatch.lease)
         self.let_go(entry)
 
-    # keeping everything in step
+    # private
 
     def _know(self, entry: E) -> None:
         job_id = entry.dispatch.job_id
@@ -339,7 +338,7 @@ class QueueState(Generic[E]):
             self.references[entry.dispatch.tenant, entry.reference] = job_id
 
     def _arrive(self, entry: E, *, is_newcomer: bool = False) -> None:
-        """`is_newcomer`: of a tenant that had nothing waiting or running until now."""
+        """`is_newcomer`: its tenant had no open job before."""
         dispatch = entry.dispatch
         phase = dispatch.phase
         self.by_phase[phase] += 1
@@ -378,14 +377,14 @@ class QueueState(Generic[E]):
                 self.index.unpin(dispatch.relaxed_class)
 
     def _note_end(self, entry: E) -> None:
-        """A job that has ended and is written once more ends anew: it is kept from then on."""
+        """A job that is written after its end gets a new end: retention starts again."""
         phase, entry.ending = entry.dispatch.phase, None
         if phase is not _QUEUED and phase is not _LEASED:
             self.endings += 1
             entry.ending = EndedLease(self.endings, self._now())
 
     def _now(self) -> float:
-        """A lease ends when it has lasted long enough, also if somebody sets the clock meanwhile."""
+        """Corrects for a changed wall clock, so that a lease lasts as long as it was given for."""
         now = self._clock.now()
         began = now - self._clock.monotonic()
         if abs(began - self._began) > _SET_S:
@@ -400,7 +399,7 @@ class QueueState(Generic[E]):
             self.longest_ttl_s, self.is_ttl_new = ttl_s, True
 
     def end_leases_within(self, ttl_s: float) -> None:
-        """None lasts longer than one that is given now. When these were given, the clock may have been ahead."""
+        """Caps loaded leases at the longest duration: the clock may have been ahead when they were given."""
         latest = self._now() + ttl_s
         for jobs in self._leases_of.values():
             for job_id in jobs:
@@ -411,7 +410,7 @@ class QueueState(Generic[E]):
     def _move_lease(self, job_id: JobId, by: float) -> None:
         entry = self.entries[job_id]
         lease = entry.dispatch.lease
-        assert lease is not None, "those of a worker are leased"
+        assert lease is not None, "a worker's jobs are leased"
         moved = msgspec.structs.replace(
             lease, leased_at=lease.leased_at + by, expires_at=lease.expires_at + by
         )
@@ -438,7 +437,7 @@ class QueueState(Generic[E]):
         self._note_ttl(max(offer.ttl_s, offer.acknowledge_s))
         after, lease, attempt, fact = granted(before, offer, self.epoch, now, entry.fact_count)
         entry.dispatch = after
-        # From its lane to a worker: it stays open, so its classes stay pinned.
+        # The job stays open, so its classes stay pinned.
         self.by_phase[_QUEUED] -= 1
         self.by_phase[_LEASED] += 1
         self._by_readiness[_IN_LANE] -= 1
@@ -484,7 +483,7 @@ class QueueState(Generic[E]):
         entry.attempts = (*entry.attempts[:-1], ended)
 
     def _kept_off(self, blocked: frozenset[str]) -> frozenset[int]:
-        """The sequence numbers of the jobs among the blocked targets that stand in a lane."""
+        """Sequence numbers of blocked jobs that wait in a lane."""
         if not blocked:
             return _NOTHING
         return frozenset(
