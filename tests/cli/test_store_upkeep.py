@@ -77,7 +77,7 @@ async def test_a_file_of_a_newer_version_or_of_something_else_is_refused(path: P
     for words in (("check",), ("vacuum",)):
         ended = run_cli("store", *words, f"sqlite:///{other}")
         assert ended.returncode == 4
-        assert "is a SQLite database of something else" in ended.stderr
+        assert "is a SQLite database of another program" in ended.stderr
 
 
 async def test_a_vacuum_needs_the_file_for_itself_and_says_what_it_gained(path: Path) -> None:
@@ -140,7 +140,7 @@ async def test_a_backup_that_would_leave_something_out_is_refused_until_that_is_
 def test_a_backup_that_cannot_be_written_leaves_nothing_behind(path: Path, tmp_path: Path) -> None:
     ended = run_cli("store", "backup", f"sqlite:///{path}", tmp_path / "nowhere" / "copy.db")
     assert ended.returncode == 4
-    assert "Nothing was left behind" in ended.stderr
+    assert "No partial copy is left" in ended.stderr
     assert [each.name for each in tmp_path.iterdir() if "copy" in each.name] == []
 
 

@@ -28,7 +28,7 @@ async def test_a_full_disk_is_told_and_so_is_that_there_is_room_again(
         await clock.advance(6)
         answer = await rig.get("/health", role=None)
         assert (answer.status, answer.body["status"]) == (503, "failing")
-        assert "disk is full" in answer.body["detail"] and "make room" in answer.body["detail"]
+        assert "disk is full" in answer.body["detail"] and "free space" in answer.body["detail"]
         assert (await rig.get("/health/live", role=None)).status == 200
         disk.make_room()
         await clock.advance(2)

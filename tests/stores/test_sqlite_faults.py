@@ -302,6 +302,6 @@ async def test_a_disk_without_room_for_the_first_byte_is_told_with_the_path_and_
         patched.setattr(os, "write", full)
         with pytest.raises(Fault, match="No space left") as told:
             await store.open()
-    assert str(tmp_path / "fleet.db") in str(told.value) and "Make room" in str(told.value)
+    assert str(tmp_path / "fleet.db") in str(told.value) and "Free space" in str(told.value)
     await store.open()
     await store.close()

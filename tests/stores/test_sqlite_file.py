@@ -161,14 +161,14 @@ async def test_a_newer_file_is_refused_and_left_alone(tmp_path: Path) -> None:
 async def test_a_file_made_by_other_steps_is_refused(tmp_path: Path) -> None:
     path = await made(tmp_path / "fleet.db")
     alter(path, "UPDATE migrations SET checksum = 'other' WHERE number = 1")
-    with pytest.raises(Fault, match="another step 1"):
+    with pytest.raises(Fault, match="another migration 1"):
         await SqliteStore(path, ManualClock()).open()
 
 
 async def test_a_database_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "diary.db"
     alter(path, "CREATE TABLE diary (day TEXT)")
-    with pytest.raises(Fault, match="something else"):
+    with pytest.raises(Fault, match="of another program"):
         await SqliteStore(path, ManualClock()).open()
     with closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT name FROM sqlite_schema").fetchall() == [("diary",)]
@@ -189,7 +189,7 @@ def test_a_step_happens_wholly_or_not_at_all(tmp_path: Path) -> None:
         broken = Migration(
             taken[-1] + 1, "broken", "CREATE TABLE half (x);\nINSERT INTO nowhere VALUES (1);\n"
         )
-        with pytest.raises(Fault, match="brought up to date"):
+        with pytest.raises(Fault, match="cannot be migrated"):
             migrate(database, path, [*migrations(), broken])
         assert database.execute("SELECT name FROM sqlite_schema WHERE name = 'half'").fetchall() == []
         whole = Migration(taken[-1] + 1, "whole", "CREATE TABLE half (x); -- a comment; with a semicolon\n")
@@ -220,13 +220,16 @@ async def test_a_check_finds_nothing_in_a_sound_file_while_its_owner_runs(tmp_pa
     ("harm", "found"),
     [
         ("DELETE FROM jobs WHERE sequence = 1", "jobs has none"),
-        ("DELETE FROM open_jobs WHERE sequence = 2", "neither open nor has it ended"),
+        ("DELETE FROM open_jobs WHERE sequence = 2", "neither open nor ended"),
         ("INSERT INTO results VALUES (77, x'80')", "results has a row for sequence 77"),
-        ("UPDATE open_jobs SET phase = 'failed'", "different things"),
-        ("UPDATE jobs SET reference = 'other' WHERE sequence = 2", "different things"),
+        ("UPDATE open_jobs SET phase = 'failed'", "differ in id, sequence, phase or reference"),
+        (
+            "UPDATE jobs SET reference = 'other' WHERE sequence = 2",
+            "differ in id, sequence, phase or reference",
+        ),
         (
             "INSERT INTO ended_jobs SELECT sequence, phase, 5, 5.0, state, NULL FROM open_jobs",
-            "it is open, and it has ended",
+            "it is both open and ended",
         ),
         ("UPDATE ended_jobs SET apart = ''", "whether its end is settled"),
         ("UPDATE ended_jobs SET apart = NULL", "whether its end is settled"),

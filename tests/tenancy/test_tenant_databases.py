@@ -72,7 +72,7 @@ class TestSqliteTenantDatabase(TenantDatabaseContract):
         await store.open()
         await store.close()
         database = connect()
-        with pytest.raises(Fault, match="another step 1"):
+        with pytest.raises(Fault, match="another migration 1"):
             await database.open()
         await database.close()
 

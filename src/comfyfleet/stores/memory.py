@@ -15,7 +15,6 @@ from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import (
     Attempt,
-    Candidate,
     Dispatch,
     LeaseOffer,
     LeaseRef,
@@ -29,20 +28,19 @@ from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
-from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
+from comfyfleet.ports import Clock, LeaseState
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.guards import may_go
 from comfyfleet.stores.inprocess.fair_share import MemoryFairShare
 from comfyfleet.stores.inprocess.job_import import MemoryJobTransfer
 from comfyfleet.stores.inprocess.memory_records import MemoryEntry, MemoryRecords
-from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueState
+from comfyfleet.stores.inprocess.queue_state import EndedLease
+from comfyfleet.stores.inprocess.store import InProcessStore
 
 
-class MemoryStore:
+class MemoryStore(InProcessStore[MemoryEntry]):
     def __init__(self, clock: Clock, epoch: int = 1) -> None:
-        self.epoch = epoch
-        self._clock = clock
-        self._state: QueueState[MemoryEntry] = QueueState(clock, epoch)
+        super().__init__(clock, epoch)
         self.records = MemoryRecords(self._state.entries, self._state.references)
         self.documents = MemoryDocumentStore()
         self.shares = MemoryFairShare(
@@ -57,18 +55,6 @@ class MemoryStore:
         """Sorted."""
         self.moving = MemoryJobTransfer(self._state, clock.now, self._note_end, self._forget)
 
-    @property
-    def is_shared(self) -> bool:
-        return False
-
-    @property
-    def direct_workers(self) -> None:
-        return None
-
-    @property
-    def peer_channel(self) -> None:
-        return None
-
     async def open(self) -> None:
         """Nothing to connect to."""
 
@@ -81,19 +67,10 @@ class MemoryStore:
         """No other process writes here, but a tenant may fall below its cap."""
         self._state.shares.came_free = wake
 
-    async def tell(self, worker_id: WorkerId, command: Command) -> None:
-        """No other process serves a worker."""
-
-    async def now(self) -> float:
-        return self._clock.now()
-
     async def close(self) -> None:
         """Nothing to release."""
 
     # eligibility matrix
-
-    async def table(self) -> EligibilityMatrix:
-        return self._state.table()
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
         return self._state.put_class(cls, fits, version=version) is not None
@@ -158,9 +135,6 @@ class MemoryStore:
     async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
         return [await self.load(job_id) for job_id in job_ids]
 
-    async def peek(self, query: Peek) -> list[Candidate]:
-        return self._state.peek(query)
-
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return self._granted(self._state.lease(job_id, offer))
 
@@ -218,15 +192,6 @@ class MemoryStore:
 
     async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
         return self._state.due(limit, after)
-
-    async def next_due(self) -> float | None:
-        return self._state.next_due()
-
-    async def counts(self) -> Counts:
-        return self._state.counts()
-
-    async def position(self, job_id: JobId) -> int | None:
-        return self._state.position(job_id)
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         ended = {job_id for _, job_id in self._ended[Phase.FAILED]}.union(self._unsettled)
@@ -294,9 +259,6 @@ class MemoryStore:
 
     async def expired_blocks(self) -> list[Block]:
         return self._state.blocks.take_expired(self._clock.now())
-
-    async def next_block_end(self) -> float | None:
-        return self._state.blocks.next_end()
 
     async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         return self._state.workflow_stats.get(workflow_hash)

@@ -156,26 +156,26 @@ def _add(counter: Counter[TenantId], tenant: TenantId, by: int) -> None:
 
 class MemoryFairShare:
     def __init__(
-        self, ledger: FairShareState, now: Callable[[], float], jobs: Callable[[], Iterable[Dispatch]]
+        self, state: FairShareState, now: Callable[[], float], jobs: Callable[[], Iterable[Dispatch]]
     ) -> None:
-        self._ledger = ledger
+        self._shares = state
         self._now = now
         self._jobs = jobs
 
     async def put_terms(self, terms: TenantTerms) -> None:
-        self._ledger.put_terms(terms, self._now(), self._jobs())
+        self._shares.put_terms(terms, self._now(), self._jobs())
 
     async def remove_terms(self, tenant: TenantId) -> None:
-        self._ledger.remove_terms(tenant, self._now())
+        self._shares.remove_terms(tenant, self._now())
 
     async def terms(self) -> list[TenantTerms]:
-        return sorted(self._ledger.terms.values(), key=lambda each: each.tenant)
+        return sorted(self._shares.terms.values(), key=lambda each: each.tenant)
 
     async def charge(self, tenant: TenantId, seconds: float) -> None:
-        self._ledger.advance(tenant, seconds)
+        self._shares.advance(tenant, seconds)
 
     async def of(self, tenant: TenantId) -> TenantShare:
-        return self._ledger.of(tenant)
+        return self._shares.of(tenant)
 
     async def next_hold_end(self) -> float | None:
-        return self._ledger.next_hold_end(self._now())
+        return self._shares.next_hold_end(self._now())

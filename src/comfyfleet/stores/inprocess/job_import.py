@@ -17,16 +17,16 @@ from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, Queu
 E = TypeVar("E", bound=QueueEntry)
 
 
-def place(kept: QueueState[E], entry: E, whole: JobSnapshot, now: float) -> E:
+def place(queue: QueueState[E], entry: E, snapshot: JobSnapshot, now: float) -> E:
     """Puts an imported job behind all jobs that are here."""
-    assert whole.dispatch.lease is None, "a leased job does not move"
-    kept.sequence += 1
-    entry.dispatch = msgspec.structs.replace(whole.dispatch, sequence=kept.sequence)
-    entry.attempts, entry.fact_count = whole.attempts, len(whole.facts)
+    assert snapshot.dispatch.lease is None, "a leased job does not move"
+    queue.sequence += 1
+    entry.dispatch = msgspec.structs.replace(snapshot.dispatch, sequence=queue.sequence)
+    entry.attempts, entry.fact_count = snapshot.attempts, len(snapshot.facts)
     if entry.dispatch.phase.is_final:
-        kept.endings += 1
-        entry.ending = EndedLease(kept.endings, now)
-    kept.take_in(entry)
+        queue.endings += 1
+        entry.ending = EndedLease(queue.endings, now)
+    queue.take_in(entry)
     return entry
 
 
@@ -37,31 +37,31 @@ def is_as_read(found: Dispatch | None, read: Dispatch) -> bool:
 class MemoryJobTransfer:
     def __init__(
         self,
-        kept: QueueState[MemoryEntry],
+        queue: QueueState[MemoryEntry],
         now: Callable[[], float],
         note_end: Callable[[MemoryEntry], None],
         forget: Callable[[MemoryEntry], None],
     ) -> None:
-        self._state = kept
+        self._state = queue
         self._now = now
         self._note_end = note_end
         self._forget = forget
 
     async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
-        kept = self._state
-        if not all(kept.has_classes(each.dispatch) for each in jobs):
+        queue = self._state
+        if not all(queue.has_classes(each.dispatch) for each in jobs):
             return None
         return [self._import_jobs(each).dispatch for each in jobs]
 
-    def _import_jobs(self, whole: JobSnapshot) -> MemoryEntry:
-        job = whole.job
+    def _import_jobs(self, snapshot: JobSnapshot) -> MemoryEntry:
+        job = snapshot.job
         known: JobId | None = job.job_id
         if job.job_id not in self._state.entries and job.reference is not None:
             known = self._state.references.get((job.tenant, job.reference))
         if known is not None and (found := self._state.entries.get(known)) is not None:
             return found
-        entry = place(self._state, MemoryEntry(dispatch=whole.dispatch, job=job), whole, self._now())
-        entry.facts = whole.facts
+        entry = place(self._state, MemoryEntry(dispatch=snapshot.dispatch, job=job), snapshot, self._now())
+        entry.facts = snapshot.facts
         self._note_end(entry)
         return entry
 

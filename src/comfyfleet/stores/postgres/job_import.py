@@ -66,16 +66,16 @@ class PostgresJobTransfer:
         return await self._pool.read(read)
 
 
-async def _import_jobs(step: SqlStep, whole: JobSnapshot, now: float) -> Dispatch:
-    assert whole.dispatch.lease is None, "a leased job does not move"
-    job = whole.job
+async def _import_jobs(step: SqlStep, snapshot: JobSnapshot, now: float) -> Dispatch:
+    assert snapshot.dispatch.lease is None, "a leased job does not move"
+    job = snapshot.job
     record, payload = codec.encode_record(job), codec.encode(job.payload)
     values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
     names = {"job_id": job.job_id, "tenant": job.tenant, "reference": job.reference}
     while True:
         inserted = await step.row(_INSERT_JOB, values)
         if inserted is not None:
-            return await rows.import_jobs(step, whole, inserted[0], now)
+            return await rows.import_jobs(step, snapshot, inserted[0], now)
         row = await step.row(_KNOWN, names)
         if row is not None:
             return codec.decode_dispatch(row[0])

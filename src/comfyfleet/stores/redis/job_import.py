@@ -51,22 +51,22 @@ class RedisJobTransfer:
         return workflow_stats
 
 
-def _encode(whole: JobSnapshot) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-    job = whole.job
+def _encode(snapshot: JobSnapshot) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    job = snapshot.job
     payload = codec.encode_payload(job)
-    text = encode_dispatch(whole.dispatch, job.phase, codec.encode_record(job), job.reference, payload)
-    dispatch = encode_place(len(whole.facts)) + text
-    log = b"".join(line + b"\n" for line in _log(whole))
+    text = encode_dispatch(snapshot.dispatch, job.phase, codec.encode_record(job), job.reference, payload)
+    dispatch = encode_place(len(snapshot.facts)) + text
+    log = b"".join(line + b"\n" for line in _log(snapshot))
     result = b"" if job.result is None else _json(job.result)
     failure = b"" if job.failure is None else _json(job.failure)
     return dispatch, payload, log, result, failure
 
 
-def _log(whole: JobSnapshot) -> Iterator[bytes]:
-    for fact in whole.facts:
+def _log(snapshot: JobSnapshot) -> Iterator[bytes]:
+    for fact in snapshot.facts:
         line = {"kind": fact.kind, "at": fact.at, "round": fact.round}
         yield b"f" + _json(line if fact.data is None else {**line, "data": fact.data})
-    for attempt in whole.attempts:
+    for attempt in snapshot.attempts:
         yield from _attempt_lines(attempt)
 
 

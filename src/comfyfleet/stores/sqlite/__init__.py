@@ -1,1 +1,1 @@
-"""The SQLite store (`store.py`), and what an operator does to its file (`maintenance.py`)."""
+"""The SQLite store (`store.py`), and maintenance of its file (`maintenance.py`)."""

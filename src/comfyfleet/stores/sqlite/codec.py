@@ -1,9 +1,8 @@
-"""How values become rows and rows values again. What the columns are called is the migrations' business.
+"""Converts values to rows and back, and puts the rows of each change into a batch. Migrations define the
+columns.
 
-A job is kept as it was submitted; what its record says differently by now is a small map beside its dispatch, and its
-result stands apart. So a lease neither reads nor writes a payload.
-
-What each change writes: functions that put rows into a batch. They neither decide nor read.
+The job is stored as submitted. Later changes of its record are a small map beside its dispatch, and its
+result has its own table, so a lease neither reads nor writes a payload.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ _CHANGES = msgspec.defstruct(
 
 
 class RowState(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a row says of a job beside what its columns do; written as the tuple that `row_of` makes."""
+    """The state column of a job; `row_of` writes it as a tuple."""
 
     dispatch: Dispatch
     reference: str | None
     fact_count: int
     facts: bytes
-    """One after the other; there are `fact_count` of them."""
+    """`fact_count` facts, concatenated."""
     attempts: tuple[Attempt, ...]
     changes: bytes | None
-    """What the job's record says differently by now."""
+    """Changes of the job's record since submission."""
 
     def job_facts(self) -> list[Fact]:
-        # They were written one by one; with the head of a list of 32 bits before them, they are one.
+        # The facts were encoded one by one; the head of an array32 before them makes one list.
         parts = _facts.decode(b"\xdd" + self.fact_count.to_bytes(4, "big") + self.facts)
         return [
             Fact(self.dispatch.job_id, number, kind, at, round_, data)
@@ -74,16 +73,16 @@ decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
 
 
 class SqliteEntry(QueueEntry, kw_only=True, eq=False, gc=False):
-    """A job in memory: neither payload nor result."""
+    """A job in memory, without payload and result."""
 
     reference: str | None = None
     changes: dict[str, Any] | None = None
     facts: bytes = b""
-    """As they are written: one after the other."""
+    """Encoded facts, concatenated."""
 
 
 def row_of(entry: SqliteEntry) -> tuple[Any, ...]:
-    """As the writer's batch takes it: three columns of an open job, six of one that has ended."""
+    """A row for the writer's batch: three columns for an open job, six for an ended one."""
     dispatch = entry.dispatch
     changes = None if entry.changes is None else encode(entry.changes)
     state = encode((dispatch, entry.reference, entry.fact_count, entry.facts, entry.attempts, changes))
@@ -93,14 +92,14 @@ def row_of(entry: SqliteEntry) -> tuple[Any, ...]:
 
 
 def apart(dispatch: Dispatch) -> str | None:
-    """What the column of this name says of a job that has ended."""
+    """The value of the column `apart` for an ended job."""
     if not dispatch.has_tenant_database:
         return None
     return dispatch.job_id if dispatch.settled_at is None else ""
 
 
 def entry_of(blob: bytes, ending: int | None, ended_at: float | None, names: dict[str, str]) -> SqliteEntry:
-    """`names` makes equal names one object: thousands of waiting jobs share their class, tenant and workflow."""
+    """`names` interns strings: thousands of waiting jobs share class, tenant and workflow."""
     state = decode_state(blob)
     dispatch = state.dispatch
     share, one = msgspec.structs.force_setattr, names.setdefault
@@ -126,7 +125,7 @@ def decode_job(job: bytes, state: bytes, result: bytes | None) -> Job:
 
 
 def decode_open_job(job: bytes, changes: dict[str, Any] | None) -> Job:
-    """One that has no result."""
+    """For a job without a result."""
     record = _jobs.decode(job)
     return record if changes is None else msgspec.structs.replace(record, **changes)
 
@@ -137,7 +136,7 @@ def encode_fact(fact: Fact) -> bytes:
 
 _VERSION = "UPDATE meta SET value = ? WHERE name = 'table_version'"
 LEASE_TTL = "lease_ttl_ms"
-"""The longest for which a lease was ever given: a row of `meta`."""
+"""A row of `meta`: the longest lease ever given."""
 _FITS = "INSERT OR IGNORE INTO fits VALUES (?, ?)"
 
 
@@ -159,7 +158,7 @@ def update(batch: Batch, entry: SqliteEntry, facts: Sequence[Fact] = ()) -> None
 
 
 def change_record(batch: Batch, entry: SqliteEntry, changes: dict[str, Any] | None) -> None:
-    """The result goes its own way: it may be large, and nothing but a caller reads it."""
+    """A result has its own table: it may be large, and only callers read it."""
     if changes is None:
         return
     if "result" in changes:
@@ -175,11 +174,11 @@ def purge(batch: Batch, job_id: JobId, sequence: int, is_open: bool = False) -> 
 
 
 def keep_place(batch: Batch, sequence: int) -> None:
-    """No place in line is given twice, though the last job that had one is purged."""
+    """Keeps the last sequence number, so that none is used again after a purge."""
     batch.touch(Area.PLACES, "UPDATE meta SET value = ? WHERE name = 'sequence'", sequence)
 
 
-# the table profile × class
+# eligibility matrix
 
 
 def put_class(
@@ -210,11 +209,11 @@ def drop_profile(batch: Batch, profile: ProfileKey) -> None:
     batch.touch(Area.TABLE, "DELETE FROM fits WHERE profile_key = ?", profile)
 
 
-# the rest
+# workers, blocks, statistics
 
 
 def put_worker(batch: Batch, worker_id: WorkerId, record: bytes) -> None:
-    # Not a replace: a worker keeps its place in the list.
+    # No REPLACE: a worker keeps its position in the list.
     batch.touch(
         Area.WORKERS,
         "INSERT INTO workers VALUES (?, ?) ON CONFLICT (worker_id) DO UPDATE SET record = excluded.record",
@@ -253,11 +252,11 @@ def put_workflow_stats(
         batch.touch(Area.WORKFLOW_STATS, "DELETE FROM lessons WHERE workflow_hash = ?", forgotten)
 
 
-def note_ttl(batch: Batch, kept: QueueState[SqliteEntry]) -> None:
-    """What is lost of it with a commit that fails is said again by the next process."""
-    if kept.is_ttl_new:
-        kept.is_ttl_new = False
-        milliseconds = math.ceil(kept.longest_ttl_s * 1000)
+def note_ttl(batch: Batch, queue: QueueState[SqliteEntry]) -> None:
+    """If the commit fails, the next process writes it again."""
+    if queue.is_ttl_new:
+        queue.is_ttl_new = False
+        milliseconds = math.ceil(queue.longest_ttl_s * 1000)
         batch.statements.append(("INSERT OR REPLACE INTO meta VALUES (?, ?)", (LEASE_TTL, milliseconds)))
 
 

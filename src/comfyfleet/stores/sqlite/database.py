@@ -1,9 +1,7 @@
-"""Connections to a database file, and the steps that bring its tables up to what this version knows.
+"""Opens a database file, migrates it, and locks it for one process.
 
-Each step happens wholly or not at all. The database keeps the checksums of the steps it
-has taken: a file that was made by other steps is refused, and so is one of a newer version.
-
-Who owns a database file: one process at a time, by a lock that ends with the process, however it ends.
+Each migration is atomic. The database keeps their checksums: a file with other migrations, or with newer
+ones, is refused. The lock ends with its process.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from comfyfleet import private_files
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.migrations import Migration, migrations_of
 
-# So that `file` and our own check can tell this database from any other: "CFlt".
+# "CFlt": tells `file` and our check that this is our database.
 APPLICATION_ID = 0x43466C74
 
-# Larger than SQLite's own: moving pages from the log into the database waits for the disk twice.
+# Larger than SQLite's default: a checkpoint waits for the disk twice.
 _CHECKPOINT_PAGES = 4000
 _LOG_BYTES = 64 * 2**20
 
@@ -32,7 +30,7 @@ def migrations() -> list[Migration]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """For the owner. Every commit is on the disk before it is answered."""
+    """For the owner. A commit is on the disk before it is answered."""
     private_files.make_database(path)
     database = _connect(path, "rwc")
     try:
@@ -45,17 +43,14 @@ def connect(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA synchronous = FULL")
         database.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
         database.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
-    except sqlite3.Error as error:
+    except (sqlite3.Error, Fault) as error:
         database.close()
-        raise _unreadable(path, error) from error
-    except Fault:
-        database.close()
-        raise
+        raise error if isinstance(error, Fault) else _unreadable(path, error) from error
     return database
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """Beside the owner: sees what is committed and changes nothing."""
+    """For readers beside the owner: sees committed data and changes nothing."""
     if not path.is_file():
         raise Fault(f"there is no store at {path}")
     database = _connect(path, "ro")
@@ -68,10 +63,9 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    address = f"{path.absolute().as_uri()}?mode={mode}"
     try:
-        database = sqlite3.connect(
-            address,
+        return sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={mode}",
             uri=True,
             timeout=10,
             isolation_level=None,
@@ -80,11 +74,10 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
         )
     except sqlite3.Error as error:
         raise _unreadable(path, error) from error
-    return database
 
 
 def _unreadable(path: Path, error: sqlite3.Error) -> Fault:
-    return Fault(f"the store {path} cannot be opened: {error}. Check the path, its rights and the disk")
+    return Fault(f"the store {path} cannot be opened: {error}. Check the path, its permissions and the disk")
 
 
 def migrate(database: sqlite3.Connection, path: Path, known: list[Migration] | None = None) -> None:
@@ -98,23 +91,21 @@ def migrate(database: sqlite3.Connection, path: Path, known: list[Migration] | N
         if database.in_transaction:
             database.execute("ROLLBACK")
         raise Fault(
-            f"the tables of the store {path} could not be brought up to date: {error}. Nothing was changed; "
-            "make room on the disk or see to its rights, and start again"
+            f"the tables of the store {path} cannot be migrated: {error}. Nothing was changed; "
+            "free space on the disk or check its permissions, and start again"
         ) from error
 
 
 def refuse_strangers(
     database: sqlite3.Connection, path: Path, known: list[Migration] | None = None
 ) -> dict[int, str]:
-    """The steps the database has taken, each one known here."""
+    """Returns the checksums of applied migrations, all of which this version knows."""
     try:
         (application,) = database.execute("PRAGMA application_id").fetchone()
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
         if "migrations" not in tables:
             if tables or application not in (0, APPLICATION_ID):
-                raise Fault(
-                    f"{path} is a SQLite database of something else; give the store a file of its own"
-                )
+                raise Fault(f"{path} is a SQLite database of another program; give the store its own file")
             return {}
         taken = dict(database.execute("SELECT number, checksum FROM migrations ORDER BY number").fetchall())
     except sqlite3.Error as error:
@@ -124,12 +115,12 @@ def refuse_strangers(
     for number, checksum in taken.items():
         if number > newest:
             raise Fault(
-                f"the store {path} was written by a newer version (its tables are at step {number}, this version "
-                f"knows {newest}). Use that version, or restore a backup made before it"
+                f"the store {path} was written by a newer version (its tables are at migration {number}, this "
+                f"version knows {newest}). Use that version, or restore an older backup"
             )
         if number not in by_number or by_number[number].checksum != checksum:
             raise Fault(
-                f"the store {path} was made by another step {number} than this version knows, so its tables may "
+                f"the store {path} was made by another migration {number} than this version has, so its tables may "
                 "differ. Use the version that made it"
             )
     return taken
@@ -160,7 +151,7 @@ def _statements(sql: str) -> Iterator[str]:
 
 
 class Ownership:
-    """The lock on the file beside the database. It stays where it is; only the lock on it counts."""
+    """A lock on a file beside the database. The file stays; only the lock counts."""
 
     def __init__(self, database: Path) -> None:
         path = database.with_name(database.name + ".lock")
@@ -178,7 +169,7 @@ class Ownership:
             os.close(self._file)
             raise Fault(
                 f"the store {database} is in use by {f'process {owner}' if owner else 'another process'}. "
-                "One process owns a SQLite store: stop it first, or speak to it over its API"
+                "One process owns a SQLite store: stop it first, or use its API"
             ) from error
         try:
             os.ftruncate(self._file, 0)
@@ -188,15 +179,14 @@ class Ownership:
             os.close(self._file)
             raise Fault(
                 f"the store {database} cannot be opened: {path} cannot be written ({error.strerror}). "
-                "Make room on its disk and start again"
+                "Free space on its disk and start again"
             ) from error
         self._is_held = True
 
     async def opened(
         self, connect: Callable[[], sqlite3.Connection], undo: Callable[[], None]
     ) -> sqlite3.Connection:
-        """`connect` in a thread, which cannot be stopped: if it fails or is given up, the file stays ours until it has
-        left it alone."""
+        """Runs `connect` in a thread. If the call is cancelled, the lock stays until the thread ends."""
         opening = asyncio.create_task(asyncio.to_thread(connect))
         try:
             return await asyncio.shield(opening)
@@ -232,7 +222,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def _lock(file: int) -> None:
-        # Beyond the process id, which others must be able to read.
+        # Beyond the process id, which other processes must be able to read.
         os.lseek(file, 1 << 20, os.SEEK_SET)
         msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
 else:

@@ -1,7 +1,7 @@
-"""Small documents in the file, written in the store's own groups. They are not kept in memory.
+"""Documents in the file, written in the store's batches and not kept in memory.
 
-What is being written is *reserved* here: it is what the next writer compares with, and whoever asks for it waits for
-its commit. If that fails the store says so, and the file is the truth again.
+A change is *reserved* until its commit: the next writer compares with it, and readers wait. If the commit
+fails, the file counts again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Name = tuple[str, str]
 
 
 class _Reserved:
-    """What a document will be; None: it will be gone."""
+    """The document after the commit. None: removed."""
 
     __slots__ = ("document",)
 
@@ -50,7 +50,7 @@ class SqliteDocumentStore:
                 break
             if not self._is_reserved(collection, name):
                 return False
-            # The no would rest on something that is not written yet.
+            # Do not answer False because of an uncommitted version.
             await self._settle()
         document = Document(name, body, current + 1)
         await self._write(collection, name, document, _PUT, collection, name, current + 1, body)
@@ -77,7 +77,7 @@ class SqliteDocumentStore:
         return self._disk.collections()
 
     def forget(self) -> None:
-        """A commit failed: nothing of what was reserved is written."""
+        """After a failed commit."""
         self._reserved.clear()
 
     def _is_reserved(self, collection: str, name: str) -> bool:
@@ -94,8 +94,8 @@ class SqliteDocumentStore:
         batch = self._writer.batch()
         batch.touch(Area.DOCUMENTS, sql, *values)
         watcher = self._writer.settling(Area.DOCUMENTS)
-        assert watcher is not None, "the batch that was touched is open"
-        # Not when the caller goes on: one that was cancelled leaves its document to be written all the same.
+        assert watcher is not None, "the touched batch is pending"
+        # On commit, not when the caller continues: a cancelled caller's document is still written.
         watcher.add_done_callback(partial(self._let_go, (collection, name), reserved))
         await self._writer.written(batch)
 
@@ -104,6 +104,6 @@ class SqliteDocumentStore:
             del self._reserved[name]
 
     async def _settle(self) -> None:
-        """Until what was reserved when it was asked for is written, or is not."""
+        """Waits until the current reservations are written or have failed."""
         if (watcher := self._writer.settling(Area.DOCUMENTS)) is not None:
             await watcher

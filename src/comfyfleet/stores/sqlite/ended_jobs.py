@@ -1,5 +1,4 @@
-"""Jobs that have ended: the file alone knows them. One that is written again is brought back to memory, and let go when
-that is on the disk."""
+"""Ended jobs, which only the file holds. A write loads one into memory until its commit."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EndedJobs:
-    """A part of the store in a module of its own: it reserves and writes as the store does."""
+    """Uses the store's private members."""
 
     def __init__(self, store: SqliteStore) -> None:
         self._store = store
@@ -36,10 +35,10 @@ class EndedJobs:
         await store._wait(None)
         store._writer.check()
         settled_before = last_to_go(before, store._clock.now())
-        # Two lines: the young of one hold up nobody in the other.
+        # Two queues: young jobs in one must not delay the other.
         plain = takewhile(lambda row: row.ended_at < before, store._disk.ended(phase, limit, False))
         apart = takewhile(lambda row: row.ended_at < settled_before, store._disk.ended(phase, limit, True))
-        # One that is just being retried ends no more.
+        # A job with a pending write may be retried.
         gone = [row for row in islice(merge(plain, apart), limit) if not store._writer.is_pending(row.job_id)]
         if gone:
             batch = store._writer.batch()
@@ -64,14 +63,14 @@ class EndedJobs:
             store._state.let_go(entry)
 
     def restore(self, job_id: JobId) -> None:
-        """A job as the file knows it, whether it has ended or not."""
-        kept = self._store._state
-        if (entry := kept.entries.get(job_id)) is not None:
-            kept.forget(entry)
+        """Reloads a job from the file, open or ended."""
+        queue = self._store._state
+        if (entry := queue.entries.get(job_id)) is not None:
+            queue.forget(entry)
         if (entry := self._store._disk.entry(job_id)) is not None:
-            kept.take_in(entry)
+            queue.take_in(entry)
             if entry.dispatch.phase.is_final:
-                kept.let_go(entry)
+                queue.let_go(entry)
 
     def committed(self, batch: Batch) -> None:
         for job_id in batch.ended():

@@ -1,4 +1,4 @@
-"""Tenants' shares and terms in the file: each is written with the lease, the end or the job that has changed it."""
+"""Tenants' shares and terms in the file. A share is written with the lease, end or job that changes it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _decode_terms = msgspec.msgpack.Decoder(TenantTerms).decode
 
 
 class SqliteFairShare:
-    """A part of the store in a module of its own: it reserves and writes as the store does."""
+    """Uses the store's private members."""
 
     def __init__(self, store: SqliteStore) -> None:
         self._store = store
 
     @property
-    def _ledger(self) -> FairShareState:
+    def _shares(self) -> FairShareState:
         return self._store._state.shares
 
     async def put_terms(self, terms: TenantTerms) -> None:
         store = self._store
         blob = store._check(terms)
         jobs = [entry.dispatch for entry in store._state.entries.values()]
-        self._ledger.put_terms(terms, store._clock.now(), jobs)
+        self._shares.put_terms(terms, store._clock.now(), jobs)
         batch = store._writer.batch()
         batch.touch(Area.TENANTS, "UPDATE meta SET value = 1 WHERE name = 'is_fair'")
         batch.touch(Area.TENANTS, "INSERT OR REPLACE INTO terms VALUES (?, ?)", terms.tenant, blob)
@@ -42,7 +42,7 @@ class SqliteFairShare:
     async def remove_terms(self, tenant: TenantId) -> None:
         store = self._store
         store._check(tenant)
-        self._ledger.remove_terms(tenant, store._clock.now())
+        self._shares.remove_terms(tenant, store._clock.now())
         batch = store._writer.batch()
         batch.touch(Area.TENANTS, "DELETE FROM terms WHERE tenant = ?", tenant)
         self.note(batch)
@@ -50,35 +50,33 @@ class SqliteFairShare:
 
     async def terms(self) -> list[TenantTerms]:
         await self._store._wait(Area.TENANTS)
-        return sorted(self._ledger.terms.values(), key=lambda each: each.tenant)
+        return sorted(self._shares.terms.values(), key=lambda each: each.tenant)
 
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         store = self._store
         store._check(tenant)
-        self._ledger.advance(tenant, seconds)
+        self._shares.advance(tenant, seconds)
         batch = store._writer.batch()
         self.note(batch)
         await store._writer.written(batch)
 
     async def of(self, tenant: TenantId) -> TenantShare:
         await self._store._wait(Area.TENANTS)
-        return self._ledger.of(tenant)
+        return self._shares.of(tenant)
 
     async def next_hold_end(self) -> float | None:
-        return self._ledger.next_hold_end(self._store._clock.now())
+        return self._shares.next_hold_end(self._store._clock.now())
 
     def note(self, batch: Batch, job_id: JobId | None = None) -> None:
-        """What a call has changed of shares, and of what this job's lease is charged with."""
-        ledger = self._ledger
-        changed, ledger.changed = ledger.changed, {}
+        """Writes the changed shares, and the charge of this job's lease."""
+        state = self._shares
+        changed, state.changed = state.changed, {}
         for tenant in changed:
-            _note_share(batch, ledger.of(tenant))
-        if not ledger.is_fair:
+            _note_share(batch, state.of(tenant))
+        if not state.is_fair:
             return
-        if job_id in ledger.charges:
-            batch.touch(
-                job_id, "INSERT OR REPLACE INTO charges VALUES (?, ?)", job_id, ledger.charges[job_id]
-            )
+        if job_id in state.charges:
+            batch.touch(job_id, "INSERT OR REPLACE INTO charges VALUES (?, ?)", job_id, state.charges[job_id])
         elif job_id is not None:
             batch.touch(job_id, "DELETE FROM charges WHERE job_id = ?", job_id)
 
@@ -94,10 +92,10 @@ def _note_share(batch: Batch, share: TenantShare) -> None:
     )
 
 
-def load(ledger: FairShareState, disk: DatabaseReader, is_fair: bool) -> None:
-    """Before the jobs, which are counted as they come."""
-    ledger.is_fair = is_fair
+def load(state: FairShareState, disk: DatabaseReader, is_fair: bool) -> None:
+    """Loads shares before jobs, which are counted as they are loaded."""
+    state.is_fair = is_fair
     for tenant, virtual_time, credit, is_behind in disk.shares():
-        ledger.take_in(TenantShare(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
-    ledger.terms = {terms.tenant: terms for terms in map(_decode_terms, disk.terms())}
-    ledger.charges = disk.charges()
+        state.take_in(TenantShare(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
+    state.terms = {terms.tenant: terms for terms in map(_decode_terms, disk.terms())}
+    state.charges = disk.charges()

@@ -1,4 +1,4 @@
-"""Jobs that come from, or go to, another store: a page of them is one group of rows, written as a whole."""
+"""Imports and discards jobs for a move between stores. One call is one batch, written as a whole."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class SqliteJobTransfer:
-    """A part of the store in a module of its own: it reserves and writes as the store does."""
+    """Uses the store's private members."""
 
     def __init__(self, store: SqliteStore) -> None:
         self._store = store
 
     async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         store = self._store
-        # As submitted, without the result: that has a table of its own.
+        # The result has its own table.
         records = [store._check(msgspec.structs.replace(each.job, result=None)) for each in jobs]
         for each in jobs:
             store._check((each.dispatch, each.facts, each.attempts, each.job.result))
         known = await self._settled([self._known(each) for each in jobs], jobs)
         if not all(store._state.has_classes(each.dispatch) for each in jobs):
             return None
-        # What is known is read in the same step: a moment later it may be purged.
+        # Read in the same step: the job may be purged later.
         answers = [None if name is None else self._load(name) for name in known]
         batch = store._writer.batch()
         for at, (each, record) in enumerate(zip(jobs, records, strict=True)):
@@ -51,7 +51,7 @@ class SqliteJobTransfer:
         return [answer for answer in answers if answer is not None]
 
     async def _settled(self, known: list[JobId | None], jobs: Sequence[JobSnapshot]) -> list[JobId | None]:
-        """What is known of the jobs, once all that is known of them is on the disk."""
+        """The known ids of the jobs, once their pending writes are done."""
         writer = self._store._writer
         while pending := [waiter for name in known if name and (waiter := writer.settling(name)) is not None]:
             for waiter in pending:
@@ -60,15 +60,15 @@ class SqliteJobTransfer:
         writer.check()
         return known
 
-    def _known(self, whole: JobSnapshot) -> JobId | None:
-        store, job = self._store, whole.job
+    def _known(self, snapshot: JobSnapshot) -> JobId | None:
+        store, job = self._store, snapshot.job
         if store._has(job.job_id):
             return job.job_id
         return None if job.reference is None else store._find(job.tenant, job.reference)
 
     def _load(self, job_id: JobId) -> Dispatch:
         found = self._store._state.entries.get(job_id) or self._store._disk.state(job_id)
-        assert found is not None, "what is known and settled is in memory or on the disk"
+        assert found is not None, "a settled job is in memory or on the disk"
         return found.dispatch
 
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:

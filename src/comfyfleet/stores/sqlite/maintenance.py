@@ -1,4 +1,4 @@
-"""What an operator does to a database file: check it, make it small, copy it. No store has to be opened for that."""
+"""Checks, vacuums and copies a database file, without opening the store."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ SELECT phase, count(*) FROM (SELECT phase FROM open_jobs UNION ALL SELECT phase 
 
 
 def check(path: str | Path) -> list[str]:
-    """What is wrong with the file, at most a hundred lines; nothing if it is sound. Safe while its owner runs."""
+    """At most a hundred problems. Safe while the owner runs."""
     path = Path(path)
     problems = []
     with closing(connect_to_read(path)) as database:
         try:
-            # One look at one moment, though the owner goes on writing.
+            # A snapshot: the owner goes on writing.
             database.execute("BEGIN")
             for problem in _problems(database, path):
                 problems.append(problem)
                 if len(problems) == _MAX_PROBLEMS:
-                    problems.append("and perhaps more: the check ended here")
+                    problems.append("there may be more: the check stops here")
                     break
         except sqlite3.DatabaseError as error:
             problems.append(f"the file cannot be read: {error}")
@@ -49,7 +49,7 @@ def check(path: str | Path) -> list[str]:
 
 
 def describe(path: str | Path) -> tuple[dict[str, int], dict[str, Any]]:
-    """What the file holds, and how it is made; both empty where it cannot be read."""
+    """What the file holds, and its settings. Both are empty if it cannot be read."""
     path = Path(path)
     with closing(connect_to_read(path)) as database:
         try:
@@ -74,7 +74,7 @@ def describe(path: str | Path) -> tuple[dict[str, int], dict[str, Any]]:
 
 
 def vacuum(path: str | Path) -> None:
-    """Gives the room of what was purged back to the disk. The store must not be open: it owns the file meanwhile."""
+    """Returns purged space to the disk. Locks the file, so the store must be closed."""
     path = Path(path)
     if not path.is_file():
         raise Fault(f"there is no store at {path}")
@@ -87,57 +87,55 @@ def vacuum(path: str | Path) -> None:
                 database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             except sqlite3.Error as error:
                 raise Fault(
-                    f"{path} could not be vacuumed: {error}. It is as it was; up to its own size is needed beside it"
+                    f"{path} could not be vacuumed: {error}. It is unchanged; it needs free space of its own size"
                 ) from error
     finally:
         ownership.release()
 
 
 def count_documents(path: str | Path) -> dict[str, int]:
-    """How many documents each drawer has."""
-    with closing(connect_to_read(Path(path))) as database:
-        try:
-            return dict(database.execute("SELECT drawer, count(*) FROM documents GROUP BY drawer").fetchall())
-        except sqlite3.DatabaseError as error:
-            raise Fault(f"{path} cannot be read: {error}") from error
+    """Counts documents by collection."""
+    return dict(_rows(path, "SELECT drawer, count(*) FROM documents GROUP BY drawer"))
 
 
 def read_documents(path: str | Path, collection: str) -> list[bytes]:
+    return [body for (body,) in _rows(path, "SELECT body FROM documents WHERE drawer = ?", collection)]
+
+
+def _rows(path: str | Path, sql: str, *values: str) -> list[Any]:
     with closing(connect_to_read(Path(path))) as database:
         try:
-            rows = database.execute("SELECT body FROM documents WHERE drawer = ?", (collection,)).fetchall()
+            return database.execute(sql, values).fetchall()
         except sqlite3.DatabaseError as error:
             raise Fault(f"{path} cannot be read: {error}") from error
-    return [body for (body,) in rows]
 
 
 def backup(path: str | Path, target: str | Path) -> None:
-    """A copy of one moment, complete or not there at all. Safe while the owner runs. Older copies beside it become
-    their owner's alone too."""
+    """An atomic copy of one moment, safe while the owner runs. Older copies beside it become private, too."""
     path, target = Path(path), Path(target)
     if target.exists():
-        raise Fault(f"{target} exists already; a backup never overwrites, name another file")
+        raise Fault(f"{target} exists already; a backup never overwrites a file, so name another")
     partial = target.with_name(target.name + ".partial")
     partial.unlink(missing_ok=True)
     try:
         private_files.make_database(partial)
         with closing(connect_to_read(path)) as source, closing(sqlite3.connect(partial)) as copy:
-            # All pages in one step: otherwise each write of the owner makes it begin again.
+            # All pages in one step: otherwise each write of the owner restarts the copy.
             source.backup(copy, pages=-1)
-            # A backup is one file: without a log beside it.
+            # A backup is one file, without a log.
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         partial.rename(target)
     except (sqlite3.Error, OSError) as error:
         partial.unlink(missing_ok=True)
-        raise Fault(f"{path} could not be copied to {target}: {error}. Nothing was left behind") from error
+        raise Fault(f"{path} could not be copied to {target}: {error}. No partial copy is left") from error
     for folder in {path.absolute().parent, target.absolute().parent}:
         tighten_databases(folder)
 
 
 def tighten_databases(folder: Path) -> None:
-    """Stores, tenant databases and backups that lie in a folder."""
+    """Makes stores, tenant databases and backups in a folder private."""
     private_files.tighten_databases(folder, APPLICATION_ID)
 
 
@@ -147,7 +145,7 @@ def _problems(database: sqlite3.Connection, path: Path) -> Iterator[str]:
             yield f"SQLite: {line}"
     missing = [each.number for each in migrations() if each.number not in refuse_strangers(database, path)]
     if missing:
-        yield f"its tables lack the steps {missing}; the store takes them when it is next opened"
+        yield f"its tables lack the migrations {missing}; the store applies them when it is next opened"
         return
     for table, column, of in (
         ("open_jobs", "sequence", "jobs"),
@@ -187,10 +185,10 @@ def _job_problems(
 ) -> Iterator[str]:
     blob = ended_blob if open_blob is None else open_blob
     if blob is None:
-        yield "it is neither open nor has it ended"
+        yield "it is neither open nor ended"
         return
     if open_blob is not None and ended_blob is not None:
-        yield "it is open, and it has ended"
+        yield "it is both open and ended"
     phase = ended_phase if open_blob is None else open_phase
     state = codec.decode_state(blob)
     dispatch = state.dispatch
@@ -200,17 +198,17 @@ def _job_problems(
         phase,
         reference,
     ):
-        yield "its row and its dispatch say different things"
+        yield "its row and its dispatch differ in id, sequence, phase or reference"
     if dispatch.phase.is_final != (open_blob is None):
-        yield f"its phase is {phase}, but it stands among the {'ended' if open_blob is None else 'open'}"
+        yield f"its phase is {phase}, but it is in the table of {'ended' if open_blob is None else 'open'} jobs"
     if (phase == "leased") != (dispatch.lease is not None):
         yield f"its phase is {phase}, its lease is {dispatch.lease}"
     if open_blob is None and apart != codec.apart(dispatch):
-        yield "its row and its dispatch differ in whether its end is settled"
+        yield "its row and its dispatch differ on whether its end is settled"
     open_classes = () if dispatch.phase.is_final else (dispatch.class_key, dispatch.relaxed_class)
     for class_key in open_classes:
         if class_key is not None and class_key not in classes:
             yield f"its class {class_key} is not in the table"
-    # Facts carry no numbers of their own: they are dense if there are as many as were counted.
+    # Facts have no numbers in the file: decoding compares their count.
     state.job_facts()
     state.record_changes()

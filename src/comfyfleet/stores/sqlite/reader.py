@@ -1,14 +1,8 @@
-"""What is read from the file: everything that is open, at the start; ended jobs, records and facts when asked for.
+"""Reads the file: open jobs at the start; ended jobs, records and facts on request. Reads see only committed
+data.
 
-Reads happen in the event loop, by key or in bounded pages; lists of whole jobs in a thread (`reader.py`). They see
-what is committed, and nothing else.
-
-The tenant's side of the file: jobs with payload and result, read when asked for; in memory are the last to come.
-
-The records of the jobs that came last, as they are written: most jobs are leased while theirs is still here.
-
-It saves a look at the file and nothing else. What it holds never changes: what is said differently of a job by now
-stands with its entry. Whether a job is there at all is asked elsewhere first.
+Reads by key and short pages run in the event loop; lists of whole jobs run in a thread. `RecentRecords`
+caches the records of the newest jobs, because most jobs are leased soon after they are submitted.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ from comfyfleet.stores.sqlite.codec import SqliteEntry
 
 _PAGE = 2000
 _USUAL_TTL_MS = 60_000
-"""Of leases in a file from before it said so."""
+"""For files from before the longest lease was stored."""
 _STATES = "LEFT JOIN open_jobs USING (sequence) LEFT JOIN ended_jobs USING (sequence)"
 _STATE = "coalesce(open_jobs.state, ended_jobs.state)"
 _JOB = f"SELECT job, {_STATE}, result FROM jobs {_STATES} LEFT JOIN results USING (sequence)"
@@ -69,11 +63,11 @@ class DatabaseReader:
     def _all(self, sql: str, *values: Any) -> list[Any]:
         if self._database is None:
             raise closed()
-        # All rows at once: a statement left half read keeps the log from being cut.
+        # Fetch all rows: an unfinished statement blocks the checkpoint.
         try:
             return self._database.execute(sql, values).fetchall()
         except sqlite3.Error as error:
-            raise Fault(f"the store could not read: {error}. See to its disk and try again") from error
+            raise Fault(f"the store could not read: {error}. Check its disk and try again") from error
 
     # one job
 
@@ -116,14 +110,14 @@ class DatabaseReader:
         values: list[Any] = []
         if after is not None:
             known = self._all("SELECT sequence FROM jobs WHERE job_id = ?", after)
-            # What the page ended with may be gone; its id still says when it was.
+            # The last job of the previous page may be gone; its id still gives its time.
             conditions.append(f"{'jobs.sequence' if known else 'job_id'} {beyond} ?")
             values.append(known[0][0] if known else after)
         if tenant is not None:
             conditions.append("tenant = ?")
             values.append(tenant)
         if phase is not None:
-            # Whatever has another phase is not even looked at, where that can be told from the table.
+            # The table of the phase limits the search.
             table = "open_jobs" if phase in _OPEN_PHASES else "ended_jobs"
             conditions.append(f"{table}.phase = ?")
             values.append(phase.value)
@@ -142,7 +136,7 @@ class DatabaseReader:
         return [codec.decode_state(blob).dispatch for (blob,) in rows]
 
     def unsettled(self, limit: int, after: JobId | None) -> list[Dispatch]:
-        # Said twice: the index is taken where the question has its very words.
+        # The first condition repeats the words of the partial index, so SQLite uses it.
         rows = self._all(
             "SELECT state FROM ended_jobs WHERE apart > '' AND apart > ? ORDER BY apart LIMIT ?",
             after or "",
@@ -151,7 +145,7 @@ class DatabaseReader:
         return [codec.decode_state(blob).dispatch for (blob,) in rows]
 
     def ended(self, phase: Phase, limit: int, has_tenant_database: bool) -> list[EndedRow]:
-        """Those that ended, or were settled, first."""
+        """Ordered by end, or by settlement."""
         which = "apart = ''" if has_tenant_database else "apart IS NULL"
         rows = self._all(
             "SELECT ending, job_id, sequence, ended_at FROM ended_jobs CROSS JOIN jobs USING (sequence) "
@@ -192,7 +186,7 @@ class DatabaseReader:
     def charges(self) -> dict[JobId, float]:
         return dict(self._all("SELECT job_id, charge FROM charges"))
 
-    # everything that is open
+    # open jobs
 
     def load(self, clock: Clock, epoch: int) -> QueueState[SqliteEntry]:
         try:
@@ -204,52 +198,52 @@ class DatabaseReader:
             ) from error
 
     def _load(self, clock: Clock, epoch: int) -> QueueState[SqliteEntry]:
-        kept: QueueState[SqliteEntry] = QueueState(clock, epoch)
+        queue: QueueState[SqliteEntry] = QueueState(clock, epoch)
         meta = dict(self._all("SELECT name, value FROM meta"))
-        kept.table_version = meta["table_version"]
+        queue.table_version = meta["table_version"]
         ((ending,),) = self._all("SELECT coalesce(max(ending), 0) FROM ended_jobs")
-        kept.endings = ending
-        ((kept.highest_id,),) = self._all("SELECT coalesce(max(job_id), '') FROM jobs")
-        self.load_small(kept, meta)
-        fair_share.load(kept.shares, self, bool(meta["is_fair"]))
+        queue.endings = ending
+        ((queue.highest_id,),) = self._all("SELECT coalesce(max(job_id), '') FROM jobs")
+        self.load_small(queue, meta)
+        fair_share.load(queue.shares, self, bool(meta["is_fair"]))
         entries = list(self._open_entries())
-        pinned = self._load_table(kept, entries)
-        # Leases last, in the order in which they were given.
+        pinned = self._load_table(queue, entries)
+        # Leases last, in the order they were given.
         entries.sort(key=lambda entry: (entry.dispatch.lease is not None, _leased_at(entry)))
         for entry in entries:
-            kept.take_in(entry)
+            queue.take_in(entry)
         for class_key in pinned:
-            kept.index.unpin(class_key)
+            queue.index.unpin(class_key)
         for phase, count in self._all("SELECT phase, count(*) FROM ended_jobs GROUP BY phase"):
-            kept.by_phase[Phase(phase)] = count
-        kept.shares.resume(clock.now())
-        kept.longest_ttl_s = meta.get(codec.LEASE_TTL, _USUAL_TTL_MS) / 1000
-        # Given while the clock was ahead, they would outlast their workers by as much as it went back.
-        kept.end_leases_within(kept.longest_ttl_s)
+            queue.by_phase[Phase(phase)] = count
+        queue.shares.resume(clock.now())
+        queue.longest_ttl_s = meta.get(codec.LEASE_TTL, _USUAL_TTL_MS) / 1000
+        # A lease given while the clock was ahead would last too long after it is set back.
+        queue.end_leases_within(queue.longest_ttl_s)
         now = clock.now()
-        for worker_id, worker in kept.workers.items():
+        for worker_id, worker in queue.workers.items():
             if worker.last_seen_at > now:
-                kept.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=now)
-        return kept
+                queue.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=now)
+        return queue
 
-    def load_small(self, kept: QueueState[SqliteEntry], meta: dict[str, int] | None = None) -> None:
-        """Workers, blocks, lessons, and the single values."""
+    def load_small(self, queue: QueueState[SqliteEntry], meta: dict[str, int] | None = None) -> None:
+        """Workers, blocks, statistics and single values."""
         if meta is None:
             meta = dict(self._all("SELECT name, value FROM meta"))
         ((last,),) = self._all("SELECT coalesce(max(sequence), 0) FROM jobs")
-        kept.sequence, kept.is_paused = max(last, meta["sequence"]), bool(meta["is_paused"])
+        queue.sequence, queue.is_paused = max(last, meta["sequence"]), bool(meta["is_paused"])
         records = [
             codec.decode_worker(blob) for (blob,) in self._all("SELECT record FROM workers ORDER BY rowid")
         ]
-        kept.workers = {record.worker_id: record for record in records}
-        kept.blocks, kept.workflow_stats = BlockTable(), WorkflowStatsTable()
+        queue.workers = {record.worker_id: record for record in records}
+        queue.blocks, queue.workflow_stats = BlockTable(), WorkflowStatsTable()
         for (blob,) in self._all("SELECT block FROM blocks ORDER BY rowid"):
-            kept.blocks.put(codec.decode_block(blob))
+            queue.blocks.put(codec.decode_block(blob))
         for (blob,) in self._all("SELECT lesson FROM lessons ORDER BY rowid"):
-            kept.workflow_stats.put(codec.decode_workflow_stats(blob))
+            queue.workflow_stats.put(codec.decode_workflow_stats(blob))
 
     def _open_entries(self) -> Iterator[SqliteEntry]:
-        # In pages: all rows at once would leave the process as large as the rows were.
+        # In pages: reading all rows at once would keep that memory.
         last = 0
         while rows := self._all(
             "SELECT sequence, state FROM open_jobs WHERE sequence > ? ORDER BY sequence LIMIT ?", last, _PAGE
@@ -258,10 +252,10 @@ class DatabaseReader:
                 yield codec.entry_of(state, None, None, self._names)
             last = rows[-1][0]
 
-    def _load_table(self, kept: QueueState[SqliteEntry], entries: Iterable[SqliteEntry]) -> list[ClassKey]:
-        """Classes of open jobs come first and are pinned: idle ones may be dropped for room. Answers the pinned."""
+    def _load_table(self, queue: QueueState[SqliteEntry], entries: Iterable[SqliteEntry]) -> list[ClassKey]:
+        """Loads and pins classes of open jobs first, because idle ones may be evicted. Returns the pinned."""
         for (profile,) in self._all("SELECT profile_key FROM profiles ORDER BY rowid"):
-            kept.index.add_profile(ProfileKey(profile), [])
+            queue.index.add_profile(ProfileKey(profile), [])
         fits: dict[str, list[ProfileKey]] = {}
         for class_key, profile in self._all("SELECT class_key, profile_key FROM fits"):
             fits.setdefault(class_key, []).append(ProfileKey(profile))
@@ -270,11 +264,11 @@ class DatabaseReader:
         pinned: list[ClassKey] = []
         rows = self._all("SELECT class_key, definition FROM classes ORDER BY rowid")
         for class_key, definition in sorted(rows, key=lambda row: row[0] not in used):
-            kept.classes[class_key] = codec.decode_class(definition)
-            for dropped in kept.index.add_class(class_key, fits.get(class_key, ())):
-                del kept.classes[dropped]
+            queue.classes[class_key] = codec.decode_class(definition)
+            for dropped in queue.index.add_class(class_key, fits.get(class_key, ())):
+                del queue.classes[dropped]
             if class_key in used:
-                kept.index.pin(class_key)
+                queue.index.pin(class_key)
                 pinned.append(class_key)
         return pinned
 
@@ -294,11 +288,11 @@ class SqliteRecords:
         self._disk = disk
         self._find = find
         self._wait = wait
-        """Until what is being written of a job (None: of any) is on the disk."""
+        """Waits until pending writes of a job (None: of all) are on the disk."""
         self._at_hand = at_hand
         """A job that need not be read from the file."""
         self._lists = DatabaseReader()
-        """Read by one thread of its own: a page of jobs has whole payloads in it, and nobody waits for them."""
+        """Used in a thread: a page of whole jobs is large."""
         self._thread: ThreadPoolExecutor | None = None
 
     def open(self, database: sqlite3.Connection) -> None:
@@ -306,7 +300,7 @@ class SqliteRecords:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lists")
 
     def close(self) -> None:
-        """Waits for what is being read."""
+        """Waits for running reads."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None
@@ -343,11 +337,11 @@ class RecentRecords:
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        # Not a plain one: to find its first key, that looks at all that were removed before it.
+        # A dict would search past all removed keys for its first.
         self._records: OrderedDict[JobId, bytes] = OrderedDict()
 
     def keep(self, job_id: JobId, record: bytes) -> None:
-        """The oldest make room. One that is larger than all the room is not kept."""
+        """Evicts the oldest. Does not keep a record larger than the cache."""
         if len(record) > self._max_bytes:
             return
         self._records[job_id] = record

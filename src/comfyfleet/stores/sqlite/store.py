@@ -1,13 +1,12 @@
-"""A store in one SQLite file, owned by one process. Nothing that was acknowledged is lost.
+"""A store in one SQLite file, owned by one process. It loses nothing that was acknowledged.
 
-What is open stands in memory, where the same code as the memory store's chooses and guards (`kept.py`). A change is
-made there at once, written with whatever else has piled up (`writer.py`), and answered when its commit is on the disk.
-Until then it is *reserved*: nobody else can have the job, and whoever asks about it waits for the commit. If the commit
-fails, everything that is not on the disk is taken back by reading the touched jobs from the file, and every caller that
-waited is answered with a fault. A refusal that rests on something reserved waits for its commit as well, and is thought
-over if that fails. What only hints (`peek`, `position`, `counts`, `next_due`, the table) counts what is reserved; lists
-(workers, blocks, leases of a worker) wait for what was reserved when they were asked for. Jobs that have ended are
-known to the file alone.
+Open jobs are in memory (`inprocess/queue_state.py`); only the file holds ended jobs. A change applies to
+memory at once, is written in a batch (`writer.py`), and is answered after its commit. Until then it is
+*reserved*: nobody else gets the job, and readers and refusals that depend on it wait. If the commit fails,
+the store reloads the touched jobs from the file, and each waiting caller gets a fault.
+
+`peek`, `position`, `counts`, `next_due` and the table include reserved changes. Lists wait for the changes
+that were reserved when they were called.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import (
     Attempt,
-    Candidate,
     Dispatch,
     LeaseOffer,
     LeaseRef,
@@ -31,19 +29,20 @@ from comfyfleet.model.dispatch import (
     WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
+from comfyfleet.model.worker import WorkerDelta, WorkerRecord
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
+from comfyfleet.ports import Clock, LeaseState
 from comfyfleet.stores.documents import pack
-from comfyfleet.stores.inprocess.queue_state import QueueState
+from comfyfleet.stores.inprocess.store import InProcessStore
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.database import Ownership, connect, migrate
 from comfyfleet.stores.sqlite.documents import SqliteDocumentStore
 from comfyfleet.stores.sqlite.ended_jobs import EndedJobs
 from comfyfleet.stores.sqlite.fair_share import SqliteFairShare
-from comfyfleet.stores.sqlite.fleet import SqliteFleet
 from comfyfleet.stores.sqlite.job_import import SqliteJobTransfer
 from comfyfleet.stores.sqlite.reader import DatabaseReader, RecentRecords, SqliteRecords
 from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
@@ -51,12 +50,10 @@ from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
 _LEASED: dict[str, Any] = {"phase": Phase.LEASED}
 
 
-class SqliteStore(SqliteFleet):
+class SqliteStore(InProcessStore[SqliteEntry]):
     def __init__(self, path: str | Path, clock: Clock) -> None:
         self.path = Path(path)
-        self.epoch = 1
-        self._clock = clock
-        self._state: QueueState[SqliteEntry] = QueueState(clock, self.epoch)
+        super().__init__(clock, epoch=1)
         self._ownership: Ownership | None = None
         self._disk = DatabaseReader()
         self._recent = RecentRecords()
@@ -67,13 +64,6 @@ class SqliteStore(SqliteFleet):
         self._writer = Writer(committed=self._ended.committed, restore=self._restore)
         self.documents = SqliteDocumentStore(self._disk, self._writer)
         self._wake: Callable[[], None] = lambda: None
-
-    @property
-    def is_shared(self) -> bool:
-        return False
-
-    direct_workers = None
-    peer_channel = None
 
     async def open(self) -> None:
         ownership = Ownership(self.path)
@@ -108,19 +98,13 @@ class SqliteStore(SqliteFleet):
         hear: Callable[[WorkerId, Command], None] | None = None,  # noqa: ARG002
         relearn: Callable[[], None] | None = None,  # noqa: ARG002
     ) -> None:
-        """Nobody else writes here, but a lease may not be written, and a tenant may fall below its cap again."""
+        """No other process writes, but a lease may not be written, or a tenant may fall below its cap."""
         self._wake = self._state.shares.came_free = wake
-
-    async def tell(self, worker_id: WorkerId, command: Command) -> None:
-        """Nobody else serves a worker."""
-
-    async def now(self) -> float:
-        return self._clock.now()
 
     async def close(self) -> None:
         ownership, self._ownership = self._ownership, None
         if ownership is not None:
-            # To the end, though whoever closes it may be cancelled meanwhile: nobody else can let the file go.
+            # Finish even if the caller is cancelled: nobody else can release the file.
             await asyncio.shield(asyncio.create_task(self._close(ownership)))
 
     async def _close(self, ownership: Ownership) -> None:
@@ -128,10 +112,7 @@ class SqliteStore(SqliteFleet):
         await asyncio.to_thread(self._let_go)
         ownership.release()
 
-    # the table profile × class
-
-    async def table(self) -> EligibilityMatrix:
-        return self._state.table()
+    # eligibility matrix
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
         self._check(cls)
@@ -165,6 +146,53 @@ class SqliteStore(SqliteFleet):
                 codec.drop_profile(batch, profile)
             await self._writer.written(batch)
 
+    # workers
+
+    async def put_worker(self, worker: WorkerRecord) -> None:
+        blob = self._check(worker)
+        self._state.workers[worker.worker_id] = worker
+        batch = self._writer.batch()
+        codec.put_worker(batch, worker.worker_id, blob)
+        await self._writer.written(batch)
+
+    async def add_worker(self, worker: WorkerRecord) -> bool:
+        if worker.worker_id in self._state.workers:
+            return False
+        await self.put_worker(worker)
+        return True
+
+    async def replace_worker(self, worker: WorkerRecord) -> bool:
+        # If it is missing, wait: its removal may not be written yet.
+        known = self._state.workers.get(worker.worker_id) or await self.get_worker(worker.worker_id)
+        if known is None or known.revision != worker.revision:
+            return False
+        await self.put_worker(worker.over(known))
+        return True
+
+    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+        known = self._state.workers.get(worker_id) or await self.get_worker(worker_id)
+        if known is None:
+            return None
+        noted = delta.apply(known)
+        await self.put_worker(noted)
+        return noted
+
+    async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
+        await self._wait(Area.WORKERS)
+        return self._state.workers.get(worker_id)
+
+    async def workers(self) -> list[WorkerRecord]:
+        await self._wait(Area.WORKERS)
+        return list(self._state.workers.values())
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        self._check(worker_id)
+        self._state.workers.pop(worker_id, None)
+        self._state.blocks.forget_worker(worker_id)
+        batch = self._writer.batch()
+        codec.remove_worker(batch, worker_id)
+        await self._writer.written(batch)
+
     # dispatches
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
@@ -174,7 +202,7 @@ class SqliteStore(SqliteFleet):
             known = dispatch.job_id if self._has(dispatch.job_id) else None
             if known is None:
                 if not self._state.has_classes(dispatch):
-                    # The class may be one whose commit has just failed.
+                    # The commit of its class may just have failed.
                     return None
                 known = None if job.reference is None else self._find(job.tenant, job.reference)
             if known is None:
@@ -183,7 +211,7 @@ class SqliteStore(SqliteFleet):
                 return WriteResult(found, ())
         entry = SqliteEntry(dispatch=dispatch, reference=job.reference)
         written = self._state.enqueue(entry, facts)
-        assert written is not None, "its classes were looked up in this very step"
+        assert written is not None, "its classes were checked in this step"
         batch = self._writer.batch()
         codec.insert(batch, entry, record, written.facts)
         self._recent.keep(dispatch.job_id, record)
@@ -201,9 +229,6 @@ class SqliteStore(SqliteFleet):
 
     async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
         return [await self.load(job_id) for job_id in job_ids]
-
-    async def peek(self, query: Peek) -> list[Candidate]:
-        return self._state.peek(query)
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         self._check(offer)
@@ -254,7 +279,7 @@ class SqliteStore(SqliteFleet):
         return finished, taken
 
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
-        # Until none of them is reserved: while one is waited for, another may be changed, and that may not be written.
+        # Repeat until none is reserved: while one is awaited, another may change, and its commit may fail.
         while waiting := [
             waiter for ref in refs if (waiter := self._writer.settling(ref.job_id)) is not None
         ]:
@@ -277,15 +302,6 @@ class SqliteStore(SqliteFleet):
     async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
         return await self._settled(lambda: self._state.due(limit, after))
 
-    async def next_due(self) -> float | None:
-        return self._state.next_due()
-
-    async def counts(self) -> Counts:
-        return self._state.counts()
-
-    async def position(self, job_id: JobId) -> int | None:
-        return self._state.position(job_id)
-
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         return await self._ended.failed(limit, after)
 
@@ -306,7 +322,7 @@ class SqliteStore(SqliteFleet):
         await self._wait(Area.PAUSE)
         return self._state.is_paused
 
-    # what is kept with a job
+    # facts and attempts
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         await self._wait(job_id)
@@ -330,7 +346,7 @@ class SqliteStore(SqliteFleet):
         else:
             self._ended.let_go(ref.job_id)
 
-    # blocks and lessons
+    # blocks and workflow statistics
 
     async def get_block(self, pair: Pair) -> Block | None:
         await self._wait(Area.BLOCKS)
@@ -356,13 +372,25 @@ class SqliteStore(SqliteFleet):
         self._writer.check()
         return await self._lifted(self._state.blocks.take_expired(self._clock.now()))
 
-    async def next_block_end(self) -> float | None:
-        return self._state.blocks.next_end()
+    async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
+        await self._wait(Area.WORKFLOW_STATS)
+        return self._state.workflow_stats.get(workflow_hash)
+
+    async def put_workflow_stats(self, stats: WorkflowStats) -> None:
+        blob = self._check(stats)
+        batch = self._writer.batch()
+        codec.put_workflow_stats(batch, stats.workflow_hash, blob, self._state.workflow_stats.put(stats))
+        await self._writer.written(batch)
+
+    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
+        stats = delta.apply(self._state.workflow_stats.get(delta.workflow_hash))
+        await self.put_workflow_stats(stats)
+        return stats
 
     # reserving
 
     def _check(self, value: object) -> bytes:
-        """Before anything is changed: it can be written down, and there is somebody to write it."""
+        """Checks, before any change, that the value can be encoded and the writer works."""
         self._writer.check()
         return pack(value)
 
@@ -404,20 +432,20 @@ class SqliteStore(SqliteFleet):
         return blocks
 
     async def _is_settled(self, key: Key) -> bool:
-        """Whether what is known under the key was, or has now been, written. False: it was taken back, look again."""
+        """Waits for the key's pending commit. False: it failed, so look again."""
         watcher = self._writer.settling(key)
         if watcher is None or await watcher:
             return True
-        # Before whoever asked changes anything: there may be nobody left to write it.
+        # The writer may have stopped.
         self._writer.check()
         return False
 
     async def _wait(self, key: Key | None) -> None:
-        """Until what is known under the key (None: anything) is on the disk."""
+        """Waits until changes under the key (None: all) are on the disk."""
         while (watcher := self._writer.settling(key)) is not None:
             await watcher
             if key is None or isinstance(key, Area):
-                # Something always changes in a busy store; what had changed when it was asked for is written now.
+                # A busy store always has changes; those from before the call are written now.
                 return
 
     async def _settled(self, ask: Callable[[], list[Dispatch]]) -> list[Dispatch]:
@@ -426,12 +454,12 @@ class SqliteStore(SqliteFleet):
         return ask()
 
     def _has(self, job_id: JobId) -> bool:
-        kept = self._state
-        return job_id in kept.entries or (job_id <= kept.highest_id and self._disk.has(job_id))
+        queue = self._state
+        return job_id in queue.entries or (job_id <= queue.highest_id and self._disk.has(job_id))
 
     def _at_hand(self, job_id: JobId) -> Job | None:
         entry, record = self._state.entries.get(job_id), self._recent.get(job_id)
-        # In a later round it may have a result, or have had one.
+        # In a later round it may have, or have had, a result.
         if entry is None or record is None or entry.ending is not None or entry.dispatch.round > 1:
             return None
         return codec.decode_open_job(record, entry.changes)
@@ -440,7 +468,7 @@ class SqliteStore(SqliteFleet):
         return self._state.references.get((tenant, reference)) or self._disk.by_reference(tenant, reference)
 
     def _restore(self, keys: Iterable[Key]) -> None:
-        """Memory says again what the file says. What only grows in the index is built anew from the start."""
+        """Makes memory match the file. The index cannot undo additions, so it is rebuilt."""
         touched = list(keys)
         self.documents.forget()
         if Area.TABLE in touched or Area.TENANTS in touched:

@@ -1,11 +1,9 @@
-"""One thread that writes: all that has piled up is one transaction, and every caller is answered by its own commit.
+"""One thread writes all pending changes as one transaction, and answers each caller after the commit.
 
-Calls add the rows they change to the `Batch` that is open. The event loop owns every batch and hands one at a time to
-the thread: when all that was ready to run has had its turn, or when the one before has come back. So nothing is
-locked, nobody waits for company, and the busier the store is the larger its groups are. If a batch cannot be written
-(the disk is full), it and everything that piled up behind it is taken back: what came later was decided on what came
-before. The store is told which jobs and areas that touched, puts its memory right, and only then are the callers
-answered with a fault.
+Calls add rows to the open `Batch`. The event loop owns the batches and hands one at a time to the thread, so
+nothing is locked, no call waits for others, and a busy store writes larger batches. If a batch cannot be
+written (for example, the disk is full), it and the open batch are undone, because later changes depend on
+earlier ones: the store restores its memory for the touched keys, then each caller gets a fault.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Row = tuple[Any, ...]
 
 
 class Area(StrEnum):
-    """What changes as a whole, beside single jobs."""
+    """Keys for changes that do not belong to one job."""
 
     TABLE = "table"
     WORKERS = "workers"
@@ -45,31 +43,31 @@ _OPEN_COLUMNS, _ENDED_COLUMNS = 3, 6
 
 
 class Batch:
-    """Rows to write in one transaction. Of a job that changes twice in it, the last row is written."""
+    """Rows of one transaction. If a job changes twice, the last row counts."""
 
     __slots__ = ("added", "keys", "reopened", "results", "rows", "statements", "waiters", "watchers")
 
     def __init__(self) -> None:
         self.keys: dict[Key, None] = {}
         self.added: list[Row] = []
-        """Jobs as submitted: sequence, job id, tenant, reference, record."""
+        """Submitted jobs: sequence, job id, tenant, reference, record."""
         self.rows: dict[JobId, Row] = {}
-        """Sequence, phase, state; of a job that has ended: sequence, phase, ending, ended at, state, apart."""
+        """Open: sequence, phase, state. Ended: sequence, phase, ending, ended at, state, apart."""
         self.reopened: list[Row] = []
-        """The sequences of jobs that may have ended before, and are open."""
+        """Sequences of open jobs that may have been ended before."""
         self.results: dict[int, bytes | None] = {}
         self.statements: list[tuple[str, Row]] = []
         self.waiters: list[asyncio.Future[None]] = []
-        """Those whose changes these are."""
+        """For callers that made changes."""
         self.watchers: list[asyncio.Future[bool]] = []
-        """Those who only want to know whether it was written."""
+        """For callers that wait for other callers' changes."""
 
     def touch(self, key: Key, sql: str, *values: Any) -> None:
         self.keys[key] = None
         self.statements.append((sql, values))
 
     def ended(self) -> list[JobId]:
-        """The jobs that are over with this batch."""
+        """The jobs that end with this batch."""
         return [job_id for job_id, row in self.rows.items() if len(row) == _ENDED_COLUMNS]
 
     def write(self, database: sqlite3.Connection) -> None:
@@ -95,12 +93,12 @@ class Batch:
 
 
 def _put(database: sqlite3.Connection, head: str, rows: Sequence[Row], tail: str = "") -> None:
-    """Many rows in one statement: between two statements this thread has to wait until the loop lets it go on."""
+    """Writes many rows in one statement: between statements, this thread waits for the interpreter lock."""
     begin, count = 0, len(rows)
     while begin < count:
         size = min(_ROWS_A_STATEMENT, count - begin)
         if size > 8:
-            # Few lengths: each is a statement that SQLite keeps prepared.
+            # Few lengths, so that SQLite keeps the statements prepared.
             size -= size % 8
         part = rows[begin : begin + size]
         row = f"({', '.join('?' * len(part[0]))})"
@@ -119,9 +117,9 @@ class Writer:
         self._restore = restore
         self._open = Batch()
         self._flying: Batch | None = None
-        """What the thread is writing."""
+        """The batch that the thread writes."""
         self._is_called = False
-        """The open batch will be handed over when the loop comes round."""
+        """Whether the handover of the open batch is scheduled."""
         self._queue: SimpleQueue[Batch | None] = SimpleQueue()
         self._fault: Fault | None = Fault("the store is closed; open it first")
 
@@ -133,7 +131,7 @@ class Writer:
         self._thread.start()
 
     async def stop(self) -> None:
-        """What has been asked for is still written."""
+        """Writes pending changes first."""
         self._fault = Fault("the store is closed; open it first")
         while (watcher := self._watch(None)) is not None:
             await watcher
@@ -144,19 +142,19 @@ class Writer:
     # asking
 
     def check(self) -> None:
-        """Raises if nothing can be written any more; asked before anything is changed in memory."""
+        """Raises if nothing can be written. Called before each change in memory."""
         if self._fault is not None:
             raise self._fault
 
     def batch(self) -> Batch:
-        """The group that is written next; rows are added to it without a pause."""
+        """The open batch. Callers add their rows without awaiting."""
         if not self._is_called:
             self._is_called = True
             self._loop.call_soon(self._hand_over)
         return self._open
 
     def written(self, batch: Batch) -> asyncio.Future[None]:
-        """Answers or raises when the batch is written or is not. Asked for before the loop does anything else."""
+        """A future for the commit of the batch. Called before the loop runs again."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         batch.waiters.append(waiter)
         return waiter
@@ -165,7 +163,7 @@ class Writer:
         return key in self._open.keys or (self._flying is not None and key in self._flying.keys)
 
     def settling(self, key: Key | None) -> asyncio.Future[bool] | None:
-        """A future that says whether what last changed under this key (None: at all) was written; None: it was."""
+        """A future for the pending commit under this key (None: any key). None: nothing is pending."""
         self.check()
         return self._watch(key)
 
@@ -191,14 +189,14 @@ class Writer:
             error: Exception | None = None
             try:
                 batch.write(self._database)
-            # Whatever it was, it must not end the thread: those who wait are told.
+            # An error must not end the thread: waiting callers get it.
             except Exception as raised:
                 error = raised
                 self._roll_back()
             try:
                 self._loop.call_soon_threadsafe(self._came_back, batch, error)
             except RuntimeError:
-                # The loop is closed: nobody waits any more.
+                # The loop is closed: nobody waits.
                 return
 
     def _roll_back(self) -> None:
@@ -206,18 +204,18 @@ class Writer:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
         except sqlite3.Error:
-            # The next BEGIN fails too then, and each caller hears of it.
+            # The next BEGIN fails, too, and its caller gets the error.
             return
 
     # back in the loop
 
     def _came_back(self, batch: Batch, error: Exception | None) -> None:
-        assert self._flying is batch, "one group at a time is written"
+        assert self._flying is batch, "one batch at a time is written"
         self._flying = None
         if error is not None:
             self._failed(batch, error)
             return
-        # First of all, so that the disk has something to do while those who are answered go on.
+        # First, so that the disk works while the callers go on.
         self._hand_over()
         self._committed(batch)
         for waiter in batch.waiters:
@@ -228,15 +226,15 @@ class Writer:
     def _failed(self, batch: Batch, error: Exception) -> None:
         behind, self._open, self._is_called = self._open, Batch(), False
         fault = Fault(
-            f"the store could not write: {error}. This was not written; make room on its disk or see to its rights, "
-            "and try again"
+            f"the store could not write: {error}. Nothing of this call was written; free space on its disk or check "
+            "its permissions, and try again"
         )
         try:
             self._restore(dict.fromkeys((*batch.keys, *behind.keys)))
         except Exception as unreadable:
             self._fault = fault = Fault(
-                f"the store could not write ({error}) and then not read ({unreadable}). What was acknowledged is in "
-                "its file; see to the disk and start again"
+                f"the store could not write ({error}) and then could not read ({unreadable}). Its file has all "
+                "acknowledged changes; check the disk and start again"
             )
         for waiter in (*batch.waiters, *behind.waiters):
             if not waiter.done():
