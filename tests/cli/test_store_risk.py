@@ -29,7 +29,7 @@ async def warnings_at_start(store: str, data: Path, caplog: pytest.LogCaptureFix
         (("--save", "900 1"), "everything since its last snapshot, if it dies"),
         (
             ("--appendonly", "yes", "--appendfsync", "no"),
-            "what its system had not yet written to the disk, if it dies",
+            "the data that its system has not yet written to the disk, if it dies",
         ),
     ],
 )

@@ -195,7 +195,7 @@ async def test_keys_nobody_promised_and_counts_that_differ_are_problems(server: 
     first, second, third, fourth = json.loads(ended.stdout)["problems"]
     assert first == "jobs:completed: the head counts 2, 1 are listed"
     assert second == "jobs:failed: the head counts 2, 1 are listed"
-    assert third == "jobs:unsettled has job-0003, of which nothing is to be settled"
+    assert third == "jobs:unsettled has job-0003, which has nothing to settle"
     assert fourth.endswith("are not ComfyFleet's: stranger")
 
 

@@ -67,7 +67,7 @@ async def test_an_older_library_is_replaced_and_a_newer_one_is_left_alone(server
     ours = revision_of(library_text())
     async with connected(server.url) as client:
         await client.call("FUNCTION", "LOAD", "REPLACE", of_revision(0))
-        with pytest.raises(Fault, match=f"is of revision 0, and {ours} is needed"):
+        with pytest.raises(Fault, match=f"has revision 0, and {ours} is needed"):
             await ensure_library(client.call, may_load=False)
         assert await ensure_library(client.call) == ours
         await client.call("FUNCTION", "LOAD", "REPLACE", of_revision(ours + 1))

@@ -58,8 +58,7 @@ class _Lane:
             return len(items) == head + 1
         at = bisect_left(items, sequence, head)
         if head and at - head < 1024:
-            # A retried job returns near the front: moving the few before it is cheaper than moving all behind
-            # it.
+            # A retried job returns near the front: moving the few before it is cheaper than all behind it.
             items[head - 1 : at - 1] = items[head:at]
             items[at - 1] = sequence
             self.head = head - 1

@@ -1,1 +1,1 @@
-"""The Redis (or Valkey) store: a function library on the server, a small multiplexing client, and the port on top."""
+"""The store on Redis or Valkey: a function library on the server, a multiplexing client, and the port."""

@@ -1,8 +1,8 @@
-"""What a URL says about a server: where it is, who we are there, and under which prefix our keys live.
+"""Parses the URL of a Redis store: server, credentials and key prefix.
 
     redis://[user[:password]@]host[:port][/database][/prefix][?prefix=…&ca=…]
 
-`rediss://` is the same over TLS. The prefix becomes the hash tag of every key; `cf` unless named.
+`rediss://` uses TLS. The prefix becomes the hash tag of every key; the default is `cf`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class RedisAddress(msgspec.Struct, frozen=True):
     password: str | None = None
     is_tls: bool = False
     authority: str | None = None
-    """A file with the certificates to trust instead of the system's."""
+    """A file with certificates to trust instead of the system's."""
     prefix: str = "{cf}:"
 
     @property
     def name(self) -> str:
-        """For messages: without any secret."""
+        """For messages, without secrets."""
         return f"{'rediss' if self.is_tls else 'redis'}://{self.host}:{self.port}/{self.database}"
 
     def tls(self) -> ssl.SSLContext | None:
@@ -36,7 +36,7 @@ class RedisAddress(msgspec.Struct, frozen=True):
 
 
 def document_key(prefix: str) -> str:
-    """Beside the prefix, not below it: a worker's user may touch all that begins with the prefix."""
+    """Outside the prefix: a direct worker's user may access all keys under the prefix."""
     return f"{prefix.removesuffix(':')}!cabinet"
 
 
@@ -50,7 +50,7 @@ def parse_address(url: str) -> RedisAddress:
     if unknown := query.keys() - {"prefix", "ca"}:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"the URL of a Redis store knows 'prefix' and 'ca', not {', '.join(sorted(unknown))}",
+            f"the URL of a Redis store takes 'prefix' and 'ca', not {', '.join(sorted(unknown))}",
         )
     segments = [unquote(segment) for segment in parts.path.split("/") if segment]
     database = int(segments.pop(0)) if segments and segments[0].isdigit() else 0

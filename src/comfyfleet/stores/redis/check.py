@@ -1,4 +1,4 @@
-"""Looks at a fleet on Redis from outside: server, library, counts, and whether every key is one that is promised."""
+"""Checks a fleet on Redis from outside: server, library, counts, and that each key is a documented one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 10
 
 
 def layout(text: str | None = None) -> list[re.Pattern[str]]:
-    """The names of keys, read from the head of the library: there they are promised."""
+    """Patterns of the documented keys, read from the comment at the head of the library."""
     text = library_text() if text is None else text
     patterns = []
     for names in re.findall(
@@ -46,8 +46,8 @@ async def examine_redis(url: str) -> dict[str, Any]:
         await client.connect()
         problems: list[str] = []
         settings: dict[str, Any] = {}
-        await _look_at_the_server(client, address.name, problems, settings)
-        holds = await _look_at_the_fleet(client, address.prefix, problems, settings)
+        await _check_server(client, address.name, problems, settings)
+        holds = await _check_fleet(client, address.prefix, problems, settings)
         return {
             "store": f"{address.name} {address.prefix}",
             "problems": problems,
@@ -68,7 +68,7 @@ async def has_fleet(url: str) -> bool:
         await client.close()
 
 
-async def _look_at_the_server(
+async def _check_server(
     client: RedisClient, name: str, problems: list[str], settings: dict[str, Any]
 ) -> None:
     try:
@@ -86,30 +86,30 @@ async def _look_at_the_server(
         problems.append(f"the function library {LIBRARY} is missing: an engine that opens the fleet loads it")
     elif found < ours:
         problems.append(
-            f"the function library is of revision {found}, this version brings {ours}: open the fleet with it"
+            f"the function library has revision {found}, this version has {ours}: open the fleet with it"
         )
 
 
-async def _look_at_the_fleet(
+async def _check_fleet(
     client: RedisClient, prefix: str, problems: list[str], settings: dict[str, Any]
 ) -> dict[str, int]:
     text = await client.call("GET", f"{prefix}meta")
     if text is None:
         problems.append(
-            f"there is no fleet under the prefix {prefix}: look at the URL, or open it with an engine first"
+            f"there is no fleet under the prefix {prefix}: check the URL, or open the fleet with an engine first"
         )
         return {}
     head = decode_head(text)
     settings["epoch"], settings["is_paused"] = head.epoch, head.is_paused
     await _compare_counts(client, prefix, problems, settings)
-    patterns, kinds, strangers = layout(), Counter[str](), []
+    patterns, kinds, unknown = layout(), Counter[str](), []
     async for key in _keys(client, prefix):
         kinds[key.partition(":")[0]] += 1
         if not any(pattern.fullmatch(key) for pattern in patterns):
-            strangers.append(key)
-    if strangers:
-        shown = ", ".join(sorted(strangers)[:_SHOWN])
-        problems.append(f"{len(strangers)} keys under {prefix} are not ComfyFleet's: {shown}")
+            unknown.append(key)
+    if unknown:
+        shown = ", ".join(sorted(unknown)[:_SHOWN])
+        problems.append(f"{len(unknown)} keys under {prefix} are not ComfyFleet's: {shown}")
     settings["keys"] = sum(kinds.values())
     settings["keys_by_kind"] = dict(sorted(kinds.items()))
     return {
@@ -131,7 +131,7 @@ async def _count_documents(client: RedisClient, prefix: str, problems: list[str]
             await _size(client, "ZCARD", f"{collection}:names"),
         )
         if kept != named:
-            problems.append(f"the drawer {collection} holds {kept} documents, {named} are named")
+            problems.append(f"the collection {collection} has {kept} documents but lists {named} names")
         total += kept
     return total
 
@@ -139,7 +139,7 @@ async def _count_documents(client: RedisClient, prefix: str, problems: list[str]
 async def _compare_counts(
     client: RedisClient, prefix: str, problems: list[str], settings: dict[str, Any]
 ) -> None:
-    """What the head says against what is listed; on a busy fleet as often as it takes to see one moment."""
+    """Compares the head's counts with the lists, and retries while the fleet changes."""
     for _ in range(_TRIES):
         before = await client.call("GET", f"{prefix}meta")
         head = decode_head(before)
@@ -149,7 +149,7 @@ async def _compare_counts(
             for name, expected in _promised(head).items():
                 if found[name] != expected:
                     problems.append(f"{name}: the head counts {expected}, {found[name]} are listed")
-            problems += [f"jobs:unsettled has {name}, of which nothing is to be settled" for name in wrong]
+            problems += [f"jobs:unsettled has {name}, which has nothing to settle" for name in wrong]
             return
     settings["counts"] = "not compared: the fleet is busy"
 
@@ -175,7 +175,7 @@ async def _listed(client: RedisClient, prefix: str) -> dict[str, int]:
 
 
 async def _add_unsettled(client: RedisClient, prefix: str, found: dict[str, int]) -> list[str]:
-    """Counts each among those that ended as it did. Answers the first few that should not stand there."""
+    """Adds unsettled jobs to the count of their phase. Returns the first few that do not belong there."""
     names, wrong = as_list(await client.call("ZRANGE", f"{prefix}jobs:unsettled", 0, -1)), []
     for first in range(0, len(names), _PAGE):
         page = [as_bytes(name) for name in names[first : first + _PAGE]]
@@ -203,7 +203,7 @@ async def _keys(client: RedisClient, prefix: str) -> AsyncIterator[str]:
         answer = as_list(await client.call("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE))
         cursor = as_bytes(answer[0])
         for key in map(as_bytes, as_list(answer[1])):
-            # A scan may tell of a key twice.
+            # A scan may return a key twice.
             if key not in seen:
                 seen.add(key)
                 yield key.decode(errors="replace").removeprefix(prefix).removeprefix(tag)

@@ -1,7 +1,7 @@
-"""A small multiplexing client: one connection, every call of a turn of the loop in one write, answers in order.
+"""A multiplexing client: one connection, one write per turn of the event loop, answers in order.
 
-It reconnects by itself and sends what was not answered again, in its old order: only calls that may be repeated are
-made here (reads, and functions that remember their answer by request id). What the calls mean is the store's.
+It reconnects and repeats unanswered calls in their old order. So it makes only repeatable calls: reads, and
+functions that remember their answer by request id.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _packed: Callable[[tuple[Argument, ...]], bytes] = cast("Any", hiredis.pack_comm
 
 # How many calls go as one.
 _AT_ONCE = 32
-# Answers that speak of the server's state, not of the call: another connection may find it better.
+# Errors about the server's state, not the call: another connection may work.
 _PASSING = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
 
 
 class RedisServerError(Fault):
-    """The server answered a call with an error. `code` is its first word."""
+    """The server's error. `code` is its first word."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class RedisServerError(Fault):
 
 
 class _Call:
-    """`packed` is empty until it is known whether it goes alone or as one of the `parts` of a joint call."""
+    """`packed` is empty until it is decided whether the call goes alone or in the `parts` of a joint call."""
 
     __slots__ = ("answer", "arguments", "began", "name", "packed", "parts", "slot", "time")
 
@@ -73,7 +73,7 @@ class _Call:
 
 
 class _Wire(asyncio.Protocol):
-    """One connection: bytes out, parsed answers in. Knows nothing of calls."""
+    """One connection: bytes out, parsed answers in."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class _Wire(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not looked at: the faster loop's transports can all that asyncio's can and are no subclass of them.
+        # uvloop's transports are no subclass of asyncio's.
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -103,7 +103,7 @@ class _Wire(asyncio.Protocol):
 
 
 class RedisClient:
-    """`greet` runs on every new connection before anything is sent again."""
+    """`greet` runs on each new connection before calls are repeated."""
 
     def __init__(
         self,
@@ -140,13 +140,13 @@ class RedisClient:
     # calls
 
     async def call(self, *arguments: Argument) -> object:
-        """Something that may be repeated by its nature: a read."""
+        """For repeatable commands, such as reads."""
         return await self._submit(_packed(arguments), None)
 
     async def function(
         self, name: str, *arguments: Argument, time: str = "", is_reading: bool = False
     ) -> object:
-        """A function of the library; one that writes gets a request id, under which a repeat finds its answer."""
+        """Calls a library function. A writing call gets a request id: a repeat gets the same answer."""
         if is_reading:
             return await self._submit(
                 _packed(("FCALL", f"cf1_{name}", 1, self._meta, "", "", time, *arguments)), None
@@ -155,13 +155,13 @@ class RedisClient:
         return await self._submit(self._request(slot, name, time, arguments), slot)
 
     def joined(self, name: str, *arguments: Argument, time: str = "") -> asyncio.Future[object]:
-        """As `function`, for those that may be called many at a time: those of one turn of the loop go as one."""
+        """As `function`, but joinable: such calls of one turn of the event loop go as one."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[object] = loop.create_future()
         return self._wait(_Call(b"", answer, loop.time(), None, name, time, arguments), answer)
 
     def _slot(self) -> int:
-        # A slot serves one call at a time, so the server keeps one answer for each, and not many.
+        # The server keeps one answer per slot, because a slot serves one call at a time.
         if self._free_slots:
             return self._free_slots.pop()
         self._slots += 1
@@ -187,7 +187,7 @@ class RedisClient:
             self._is_flushing = True
             loop.call_soon(self._flush)
         if self._watch is None:
-            self._watch = loop.call_later(self._silence_s / 8, self._look_at_the_clock)
+            self._watch = loop.call_later(self._silence_s / 8, self._check_timeouts)
         return answer
 
     def _flush(self) -> None:
@@ -203,7 +203,7 @@ class RedisClient:
         self._unsent.clear()
 
     def _packed_calls(self) -> list[_Call]:
-        """In their order; those that may go together do, a few at a time, so that nobody waits long for a stranger."""
+        """Packs calls in order, and joins up to `_AT_ONCE` joinable ones, so that none waits long for others."""
         calls: list[_Call] = []
         group: list[_Call] = []
         for call in self._unsent:
@@ -240,7 +240,7 @@ class RedisClient:
                 _settle(greeting, answer)
             return
         if isinstance(answer, Exception) and str(answer).startswith(_PASSING):
-            # It stays the first of those to be sent again.
+            # The call stays first in the line to repeat.
             self._trouble = str(answer)
             self._drop(wire)
             return
@@ -255,7 +255,7 @@ class RedisClient:
     # the connection
 
     async def connect(self) -> None:
-        """Once, at the start: a server that is not there is told at once."""
+        """Fails at once if no server answers."""
         try:
             await self._connect()
         except (OSError, Fault) as error:
@@ -300,7 +300,7 @@ class RedisClient:
         return answer
 
     def _drop(self, wire: _Wire) -> None:
-        """At once: what it still brings is no answer to anything."""
+        """Whatever arrives on it later is no answer to any call."""
         if wire.transport is not None:
             wire.transport.abort()
         self._lose(wire)
@@ -310,7 +310,7 @@ class RedisClient:
             return
         self._wire, was_ready = None, self._is_ready
         self._is_ready = False
-        # What was not answered goes again, before what was never sent.
+        # Repeat unanswered calls before sending new ones.
         self._unsent.extendleft(reversed(self._sent))
         self._sent.clear()
         while self._greetings:
@@ -335,8 +335,8 @@ class RedisClient:
             await asyncio.sleep(delay)
             delay = min(delay * 2, longest)
 
-    def _look_at_the_clock(self) -> None:
-        """Nobody waits for ever, and a server that is silent while calls wait is left for a new connection."""
+    def _check_timeouts(self) -> None:
+        """Ends calls that waited too long, and replaces a silent connection."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._watch = None
@@ -344,22 +344,22 @@ class RedisClient:
             is_silent = self._quiet_since + self._silence_s < now
             if is_silent:
                 self._trouble = "it was silent"
-            # The answer to a call that is given up may still come; it must find no other call in its place.
+            # The answer to an abandoned call may still arrive; it must not match another call.
             if is_silent or self._sent[0].began + self._patience_s < now:
                 self._drop(self._wire)
         while self._unsent and self._unsent[0].began + self._patience_s < now:
             call = self._unsent.popleft()
             if call.slot is not None:
-                # A copy that is still on its way finds a later number there, and does nothing.
+                # A late copy finds a higher number in the slot, and does nothing.
                 self._free_slots.append(call.slot)
             call.settle(
                 Fault(
                     f"the Redis at {self._address.name} did not answer for {self._patience_s:g} s "
-                    f"({self._trouble}): whether the call took effect is not known; look before repeating it"
+                    f"({self._trouble}): the call may have taken effect; check before you repeat it"
                 )
             )
         if self._sent or self._unsent:
-            self._watch = loop.call_later(self._silence_s / 8, self._look_at_the_clock)
+            self._watch = loop.call_later(self._silence_s / 8, self._check_timeouts)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -379,7 +379,7 @@ class RedisClient:
             call.settle(Fault("the Redis store was closed before this call was answered"))
         self._sent.clear()
         self._unsent.clear()
-        # The transport says good-bye in the next turn of the loop.
+        # The transport closes in the next turn of the event loop.
         await asyncio.sleep(0)
 
 

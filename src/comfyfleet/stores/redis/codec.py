@@ -1,7 +1,7 @@
-"""Values of the model as the function library takes and keeps them, and back.
+"""Encodes values for the function library and decodes its answers.
 
-What the library looks into travels as text or MessagePack, because Lua's JSON would round times; what it only passes on
-(payloads, results, facts, workers) is JSON that any reader understands.
+Values that the library reads are text or MessagePack, because Lua's JSON rounds times. Values that it only
+passes on (payloads, results, facts, workers) are JSON.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from comfyfleet.stores.redis.dispatches import (
 _pack = msgspec.msgpack.encode
 _json = msgspec.json.encode
 
-# What the server takes for JSON may be none: it lets NaN pass, and text that is not UTF-8.
+# The server's JSON accepts NaN and text that is not UTF-8.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-# Large parts of a record stand in keys of their own.
+# Large parts of a record have their own keys.
 _TEXTS = ("result", "failure")
 _TIME = struct.Struct("<d")
 _PLACED = struct.Struct("<dd")
@@ -58,7 +58,7 @@ _META = struct.Struct("<16d")
 
 
 class RecordFields(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The small parts of a job's record that change, beside its phase."""
+    """The small parts of a job's record that change, except its phase."""
 
     round: int = 1
     worker_id: WorkerId | None = None
@@ -70,7 +70,7 @@ class RecordFields(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A fact in the log of its job: the first is number 1."""
+    """A fact in its job's log. The first is number 1."""
 
     kind: FactKind
     at: float
@@ -79,14 +79,14 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """The beginning of an attempt in the log of its job: it stands for the fact that the job was leased, too."""
+    """The start of an attempt in its job's log. It also stands for the fact that the job was leased."""
 
     worker_id: WorkerId
     lease_number: int
     round: int
     started_at: float
     attempt: int | None = None
-    """None: the fact is told in a line of its own, as in a log that comes from another store."""
+    """None: the fact has its own line, as in a log from another store."""
 
 
 class _Ended(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class _Late(msgspec.Struct, frozen=True):
 
 
 class FleetHead(msgspec.Struct, frozen=True):
-    """The head of a fleet, as far as it is of interest here."""
+    """The fields of a fleet's head that are used here."""
 
     epoch: int
     is_paused: bool
@@ -180,7 +180,7 @@ def encode_enqueue(dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> 
 
 
 def encode_record(job: Job) -> bytes:
-    """The small parts of the record that have changed, or nothing."""
+    """The changed small parts of the record, or nothing."""
     record = _pack(
         RecordFields(
             job.round,
@@ -196,7 +196,7 @@ def encode_record(job: Job) -> bytes:
 
 
 def encode_payload(job: Job) -> bytes:
-    """The record without what changes: that stands with the dispatch and in texts of its own."""
+    """The record without its changing parts, which are in the dispatch and in keys of their own."""
     return _json(msgspec.structs.replace(job, **_FRESH))
 
 
@@ -212,7 +212,7 @@ def decode_enqueued(answer: object, dispatch: Dispatch, facts: Sequence[FactDraf
 
 
 def _lines(facts: Sequence[FactDraft], round_text: str) -> str:
-    """As they stand in the log: the library puts the time for \\1, and the round for \\2, which JSON never has."""
+    """Log lines. The library replaces \\1 by the time and \\2 by the round; neither occurs in JSON."""
     return "".join(
         [
             f'f{{"kind":"{draft.kind}","at":\1,"round":{round_text}}}\n'
@@ -224,7 +224,7 @@ def _lines(facts: Sequence[FactDraft], round_text: str) -> str:
 
 
 def _pieces(facts: Sequence[FactDraft], number_of_round: int) -> list[str]:
-    """Lines of the log in pieces: between two of them the library puts the time."""
+    """Log lines in pieces. The library puts the time between them."""
     return _lines(facts, str(number_of_round)).split("\1")
 
 
@@ -238,12 +238,12 @@ def encode_ref(ref: LeaseRef) -> tuple[str, int, int, int, str]:
 
 
 def _plain(token: str) -> str:
-    # What a stranger sends may be anything, even text that is no text.
+    # Clients may send anything, even invalid text.
     return token if token.isascii() else token.encode(errors="replace").decode()
 
 
 def encode_finish(write: Write) -> tuple[Argument, ...] | None:
-    """A write that ends a lease and with it the job, and nothing else. None: this one does more, or less."""
+    """For a write that only ends a lease and its job. None: this write does more or less."""
     guard, end, job = write.guard, write.attempt_end, write.job
     phase = write.change.phase
     if not isinstance(phase, Phase) or write.change != _ENDINGS.get(phase):
@@ -283,7 +283,7 @@ def encode_finish(write: Write) -> tuple[Argument, ...] | None:
 
 
 def encode_write(write: Write, payload: bytes | None = None) -> bytes:
-    """`payload` is the text that takes the place of the one the job was submitted with."""
+    """`payload` replaces the submitted payload."""
     change, job = write.change, write.job
     assert change.lease is UNSET or change.lease is None, "a write ends a lease; only a lease begins one"
     changed = {name: value for name in _CHANGEABLE if (value := getattr(change, name)) is not UNSET}
@@ -321,7 +321,7 @@ def encode_write(write: Write, payload: bytes | None = None) -> bytes:
 
 
 def _split(values: dict[str, Any]) -> tuple[dict[str, Any] | bool, list[str] | bool]:
-    """What to set and what to drop: MessagePack in Lua knows no nil, and an empty tuple is every field's default."""
+    """Fields to set and to drop: MessagePack in Lua has no nil. An empty tuple is a default, too."""
     if not values:
         return False, False
     kept = {name: value for name, value in values.items() if value is not None and value != ()}
@@ -374,7 +374,7 @@ def _fact_of_lease(dispatch: Dispatch, number: int) -> Fact:
 
 def _block_parts(block: Block) -> tuple[str, str, float | bool, str, int]:
     until = False if block.blocked_until is None else block.blocked_until
-    # JSON has no word for "for ever", so the end stands before it, on a line of its own.
+    # JSON has no infinity, so the end is on its own line before it.
     rest = _json(msgspec.structs.replace(block, blocked_until=None)).decode()
     return (block.worker_id, block.target, until, f"{block.blocked_until}\n{rest}", MAX_PAIRS_PER_WORKER)
 
@@ -390,7 +390,7 @@ def decode_block(value: object) -> Block:
     )
 
 
-# what is kept with a job
+# jobs, facts, attempts
 
 
 def decode_job(row: Sequence[object]) -> Job:
@@ -411,7 +411,7 @@ def _result(text: bytes) -> JobResult:
     try:
         return _results.decode(text)
     except UNREADABLE:
-        # Of a worker in another language: not of our form, or no JSON at all but to the server. It is shown as it is.
+        # A direct worker in another language may send other forms, or no valid JSON. Show the text as it is.
         return JobResult(outputs={"": _shown(text)})
 
 
@@ -468,7 +468,7 @@ def decode_attempts(row: Sequence[object]) -> list[Attempt]:
                 attempts[late] = msgspec.structs.replace(attempts[late], reported_late=True)
     if kept is not None and (running := decode_kept(as_bytes(kept), 0)).is_unnoted:
         ref, lease = running.dispatch.lease_ref(), running.dispatch.lease
-        assert lease is not None, "what is not noted is a lease"
+        assert lease is not None, "only a lease is missing in the log"
         begun = Attempt(ref.attempt_id, lease.worker_id, ref.number, ref.round, lease.leased_at)
         attempts[ref.number] = begun
     return list(attempts.values())

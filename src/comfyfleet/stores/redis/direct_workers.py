@@ -1,7 +1,7 @@
-"""The engine's side of workers that have a Redis client and nothing else: what they left, read and put away.
+"""The engine's side of direct workers: reads and acknowledges their registrations and reports.
 
-Their own side is `workers.lua`. What they wrote is read here with patience: a program in another language may send what
-no connector would, and it must neither stop an engine nor be lost in silence.
+`workers.lua` is their own side. Decoding is tolerant: a program in another language may send anything, which
+must neither stop an engine nor be lost silently.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from comfyfleet.stores.redis.dispatches import as_bytes
 
 Call = Callable[..., Awaitable[object]]
 
-_TOLD = b',"failure":'
+_FAILURE = b',"failure":'
 
 
-class _Beside(msgspec.Struct, frozen=True):
-    """What stands beside the capabilities in a declaration."""
+class _Registration(msgspec.Struct, frozen=True):
+    """The fields beside the capabilities in a registration."""
 
     slots: int = 1
     live: LiveState = LiveState()
@@ -43,14 +43,14 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 _capabilities = msgspec.json.Decoder(Capabilities)
-_beside = msgspec.json.Decoder(_Beside)
+_registrations = msgspec.json.Decoder(_Registration)
 _reports = msgspec.json.Decoder(_Report)
 _failures = msgspec.json.Decoder(Failure)
 _runs = msgspec.json.Decoder(DirectWorkerCompletion)
 
 
 class RedisDirectWorkerInbox:
-    """`do` calls a function that writes, `ask` one that only reads."""
+    """`do` calls a writing function, `ask` a reading one."""
 
     def __init__(self, do: Call, ask: Call) -> None:
         self._do = do
@@ -102,9 +102,13 @@ def _applicant(name: bytes, text: bytes) -> PendingRegistration:
     if not text:
         return PendingRegistration(worker_id, text)
     try:
-        beside = _beside.decode(text)
+        registration = _registrations.decode(text)
         call = RegisterWorker(
-            worker_id, _capabilities.decode(text), max(1, beside.slots), beside.live, beside.instance
+            worker_id,
+            _capabilities.decode(text),
+            max(1, registration.slots),
+            registration.live,
+            registration.instance,
         )
     except UNREADABLE as error:
         return PendingRegistration(worker_id, text, problem=str(error))
@@ -112,15 +116,15 @@ def _applicant(name: bytes, text: bytes) -> PendingRegistration:
 
 
 def _report(text: bytes) -> DirectWorkerFailure:
-    # The library wrote what comes first, and the worker what follows.
-    head, _, told = text.partition(_TOLD)
-    ref, told = _reports.decode(head + b"}").ref, told[:-1]
+    # The library wrote the first part, the worker the rest.
+    head, _, failure_text = text.partition(_FAILURE)
+    ref, failure_text = _reports.decode(head + b"}").ref, failure_text[:-1]
     try:
-        failure = _failures.decode(told)
+        failure = _failures.decode(failure_text)
     except UNREADABLE as error:
-        # What it meant is not known, only that the run did not succeed.
-        shown = told[:500].decode(errors="replace")
+        # Only the fact of the failure is certain.
+        shown = failure_text[:500].decode(errors="replace")
         failure = Failure(
-            FailureKind.UNKNOWN, f"the worker reported a failure in a form unknown here ({error}): {shown}"
+            FailureKind.UNKNOWN, f"the worker reported a failure that cannot be decoded ({error}): {shown}"
         )
     return DirectWorkerFailure(text, FailureReport(ref, failure))

@@ -1,6 +1,6 @@
-"""A dispatch as the function library keeps it, and back: a fixed head, then a MessagePack map of the rest.
+"""Encodes a dispatch as the function library keeps it: a fixed head, then a MessagePack map.
 
-The library reads and changes the head with every lease and leaves the rest alone. What is asked of it is the codec's.
+The library changes the head with each lease and leaves the map alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READINESS = (Readiness.IN_LANE, Readiness.DELAYED, Readiness.PAUSED)
 _PHASE_CODES = {phase: code for code, phase in enumerate(_PHASES)}
 _READINESS_CODES = {standing: code for code, standing in enumerate(_READINESS)}
 
-# As HEAD in jobs.lua, which names the fields. The library itself puts the first three before a new one.
+# Like HEAD in jobs.lua, which names the fields. The library sets the first three for a new dispatch.
 _PLACE = struct.Struct("<dII")
 _STATE = struct.Struct("<6B6I5d")
 _HEAD = struct.Struct("<dII6B6I5d")
@@ -36,7 +36,7 @@ _NO_TIME = -1.0
 
 
 class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What is in no head."""
+    """The fields outside the head."""
 
     job_id: JobId
     workflow_hash: WorkflowHash
@@ -63,9 +63,9 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     has_tenant_database: bool = msgspec.field(default=False, name="is_apart")
     settled_at: float | None = None
     payload_sha256: str | None = None
-    """In Base64: the library packs text alone."""
+    """In Base64, because the library packs text only."""
     record_sha256: str | None = None
-    """Of the text that is kept as the payload, in Base64: for workers that get that text as it is."""
+    """Of the stored payload text, in Base64, for direct workers."""
     server_deaths: int = 0
     pause_requested_at: float | None = None
     retry_requested_at: float | None = None
@@ -77,13 +77,13 @@ _rests = msgspec.msgpack.Decoder(_Rest)
 
 
 class StoredDispatch(msgspec.Struct, frozen=True, gc=False):
-    """What stands beside a dispatch in its text."""
+    """The fields beside a dispatch in its text."""
 
     dispatch: Dispatch
     facts: int
     ended_at: float
     is_unnoted: bool
-    """There is a lease that the log of the job does not tell of yet."""
+    """The job's log lacks its current lease."""
 
 
 def decode_dispatch(value: object) -> Dispatch:
@@ -156,7 +156,7 @@ def decode_kept(data: bytes, start: int) -> StoredDispatch:
 
 
 def _texts(data: bytes, start: int) -> tuple[list[bytes], int]:
-    """Class, relaxed class, worker, poll and token, and where the record begins."""
+    """Class, relaxed class, worker, poll, token, and the offset of the record."""
     at, texts = start + _HEAD.size, []
     for _ in range(5):
         end = at + 2 + data[at] + 256 * data[at + 1]
@@ -166,7 +166,7 @@ def _texts(data: bytes, start: int) -> tuple[list[bytes], int]:
 
 
 def decode_record(value: object) -> tuple[Phase, bytes]:
-    """The phase of the job's record, and its other small parts (a MessagePack map, or nothing)."""
+    """The phase of the job's record, and its other small parts (a MessagePack map, or empty)."""
     data = as_bytes(value)
     at = _texts(data, 0)[1]
     start = at + _LENGTH.size
@@ -174,7 +174,7 @@ def decode_record(value: object) -> tuple[Phase, bytes]:
 
 
 def encode_place(facts: int) -> bytes:
-    """What stands before a dispatch that comes with a log of so many facts; the library fills in the rest."""
+    """The head of an imported dispatch whose log has so many facts; the library fills in the rest."""
     return _PLACE.pack(0, 0, facts)
 
 
@@ -189,7 +189,7 @@ def sha256_of(text: bytes) -> str:
 def encode_dispatch(
     dispatch: Dispatch, record_phase: Phase, record: bytes, reference: str | None, payload: bytes
 ) -> bytes:
-    """Of a new one: without its place in line, which the library gives it. `payload`: the text that is kept with it."""
+    """Of a new dispatch, without its sequence, which the library assigns. `payload`: the stored text."""
     lease, wake_at, cancel_requested_at = dispatch.lease, dispatch.wake_at, dispatch.cancel_requested_at
     state = _STATE.pack(
         _PHASE_CODES[dispatch.phase],

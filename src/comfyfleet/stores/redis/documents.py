@@ -1,4 +1,4 @@
-"""Small documents as calls of the library. A document is kept with its version before it."""
+"""Documents as calls of the function library. The version precedes the body."""
 
 from __future__ import annotations
 

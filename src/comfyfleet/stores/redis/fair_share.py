@@ -1,4 +1,4 @@
-"""Tenants' shares and terms on Redis, as calls of the function library. What they lead to is `shares.lua`'s."""
+"""Tenants' shares and terms as calls of the function library (`shares.lua`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from comfyfleet.stores.redis.dispatches import as_bytes
 
 
 class _Kept(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Terms as they are kept: JSON knows no infinity."""
+    """Stored terms: JSON has no infinity."""
 
     tenant: TenantId
     weight: float = 1.0

@@ -1,4 +1,4 @@
-"""Jobs that come from, or go to, another store, as calls of the library. Their log is written as the library does."""
+"""Imports and discards jobs for a move between stores. Writes their log in the function library's format."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _attempt_lines(attempt: Attempt) -> Iterator[bytes]:
     began = Attempt(
         attempt.attempt_id, attempt.worker_id, attempt.lease_number, attempt.round, attempt.started_at
     )
-    # The library finds an attempt by the text of its id, in which it writes slashes as its JSON does.
+    # The library finds an attempt by the text of its id, with slashes escaped as in its JSON.
     name = _json(attempt.attempt_id)
     yield b"a" + _json(began).replace(name, name.replace(b"/", b"\\/"), 1)
     if attempt.outcome is not AttemptOutcome.RUNNING:

@@ -1,7 +1,7 @@
-"""The function library: its text, its revision, and how it gets onto a server. What it does is in the Lua files.
+"""The text and revision of the function library, and its installation on a server.
 
-The version of the protocol is part of every name (`cf1_…` in `comfyfleet1`), so two versions live side by side. Within
-a version, a newer revision replaces an older one and never the other way round.
+Each name has the version of the protocol (`cf1_…` in `comfyfleet1`), so two versions can coexist. Within a
+version, a newer revision replaces an older one, never the reverse.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Send = Callable[..., Awaitable[object]]
 
 
 def library_text() -> str:
-    """All parts in one text: their local names see each other."""
+    """One text, because the parts share local names."""
     folder = files("comfyfleet.stores.redis")
     parts = [folder.joinpath(part).read_text(encoding="utf-8") for part in PARTS]
     return f"#!lua name={LIBRARY}\n" + "\n".join(parts)
@@ -31,7 +31,7 @@ def library_text() -> str:
 
 def revision_of(text: str) -> int:
     found = re.search(r"^local REVISION = (\d+)$", text, re.MULTILINE)
-    assert found is not None, "the library says which revision it is"
+    assert found is not None, "the library names its revision"
     return int(found[1])
 
 
@@ -48,16 +48,16 @@ async def installed_revision(send: Send) -> int | None:
 
 
 async def ensure_library(send: Send, *, may_load: bool = True, text: str | None = None) -> int:
-    """Answers the revision on the server, after loading ours where it is missing or older."""
+    """Loads the library if it is missing or older. Returns the revision on the server."""
     text = library_text() if text is None else text
     ours = revision_of(text)
     found = await installed_revision(send)
     if found is not None and found >= ours:
         return found
-    what = "is missing" if found is None else f"is of revision {found}, and {ours} is needed"
+    what = "is missing" if found is None else f"has revision {found}, and {ours} is needed"
     if not may_load:
         raise Fault(
-            f"the function library {LIBRARY} {what} on this Redis: an engine that may load functions must open it first"
+            f"the function library {LIBRARY} {what} on this Redis: open it first with an engine that may load functions"
         )
     try:
         await send("FUNCTION", "LOAD", "REPLACE", text)

@@ -1,8 +1,6 @@
-"""Hints from other processes: one subscription on a connection of its own.
+"""Hints from other processes, and messages between engines, on one subscription with its own connection.
 
-A hint that is lost costs a moment, never a job. What a message means is said by the channel it comes on.
-
-What engines on this server say to each other: one channel, read on the connection that hears the hints.
+A lost hint costs a moment, never a job. The channel determines what a message means.
 """
 
 from __future__ import annotations
@@ -27,14 +25,15 @@ from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
 
 PEER_CHANNEL = "channel:news"
-HINTS = "channel:hub:events"
+EVENT_CHANNEL = "channel:hub:events"
+COMMANDS = "channel:workers:all"
 _KEEP_S = 3600
 _NOTES_KEPT = 100
 _WATCHED_S = 15
 
 
 class _Run(msgspec.Struct, frozen=True):
-    """What a worker without an engine did, as the library tells it."""
+    """An action of a direct worker, as the library publishes it."""
 
     event: str
     job_id: JobId
@@ -43,7 +42,7 @@ class _Run(msgspec.Struct, frozen=True):
     round: int
     timestamp: float
     number: int = 0
-    """Of a fact. News has none."""
+    """Facts are numbered; progress has 0."""
     data: dict[str, Any] = {}
 
 
@@ -51,7 +50,7 @@ _run = msgspec.json.Decoder(_Run)
 
 
 class RedisPeerChannel:
-    """`me` stands before each message, so that nobody hears himself. `call` is for what may be sent twice."""
+    """`me` precedes each message, so that the sender ignores it. `call` may repeat commands."""
 
     def __init__(self, call: Callable[..., Awaitable[object]], prefix: str, me: str) -> None:
         self._call = call
@@ -88,7 +87,7 @@ class RedisPeerChannel:
         await self._call("PUBLISH", self._prefix + PEER_CHANNEL, self._me + message)
 
     async def announce(self, message: bytes) -> None:
-        await self._call("PUBLISH", self._prefix + HINTS, message)
+        await self._call("PUBLISH", self._prefix + EVENT_CHANNEL, message)
 
     async def keep_progress(self, job_id: JobId, note: RunSnapshot) -> None:
         if note.progress is not None:
@@ -113,16 +112,14 @@ class RedisPeerChannel:
 
 _LOG = logging.getLogger(__name__)
 
-EVENT_CHANNEL = "channel:hub:events"
-COMMANDS = "channel:workers:all"
 _PAUSE_S = 1.0
-# Left by a worker without an engine; whatever else comes on the channel is a class of which something waits.
+# From direct workers. Any other message on this channel names a class with waiting jobs.
 _FROM_WORKERS = (b"worker", b"report")
-# Put a class into the table: who did follows.
+# A class was added to the table; the sender follows.
 _TABLE = b"table "
-# An event of the fleet, for readers that are no engines.
+# A fleet event, for readers that are not engines.
 _EVENT = b"{"
-# What a worker without an engine did; whatever else comes on the channel of commands is one.
+# An action of a direct worker. Any other message on this channel is a command.
 _RUN = b'{"event":'
 
 Hear = Callable[[WorkerId, Command], None]
@@ -141,7 +138,7 @@ _told = msgspec.json.Decoder(_Told)
 
 
 class PubSubListener:
-    """`me` is whose own commands and classes are not heard."""
+    """Ignores commands and classes from `me`."""
 
     def __init__(
         self,
@@ -185,7 +182,7 @@ class PubSubListener:
 
     async def _listen(self) -> None:
         address = self._address
-        # No retries and no timeout: by its defaults the library repeats commands and ends blocking reads.
+        # By default the client library repeats commands and times out blocking reads.
         redis = Redis(
             host=address.host,
             port=address.port,
@@ -208,15 +205,13 @@ class PubSubListener:
                         try:
                             self._hear_message(message["channel"], message["data"])
                         except Exception as error:
-                            # Whoever may publish may publish anything; those who listen go on.
-                            _LOG.info(
-                                "a message on %r could not be understood: %r", message["channel"], error
-                            )
+                            # Clients may publish anything; the listener goes on.
+                            _LOG.info("a message on %r cannot be decoded: %r", message["channel"], error)
                     elif message["type"] == "subscribe" and message["channel"].endswith(
                         EVENT_CHANNEL.encode()
                     ):
                         self.is_listening.set()
-                        # What was told while nobody listened is not told again.
+                        # Messages from before the subscription are lost.
                         self._wake()
                         self._wake_for_workers()
         finally:
@@ -247,7 +242,7 @@ class PubSubListener:
         try:
             told = _told.decode(text)
         except msgspec.DecodeError:
-            # Of a newer version, or nobody's: whoever it was for hears of it with its next heartbeat.
+            # A newer version's, or invalid: the worker learns of the command with its next heartbeat.
             return
         if self._hear is not None and told.sender != self._me:
             job_id = JobId(told.job_id) if told.job_id else None

@@ -1,12 +1,9 @@
-"""What must be known of a server before work is put on it.
+"""Checks a server before the store uses it (version, role, eviction, durability), and lists the ACL rules of
+its users.
 
-Whether it forgets, how durable it is, and whose history it has; what follows from that is the store's.
-
-What a Redis user may do: that of an engine, and that of a worker which has none.
-
-Functions run with the rights of whoever calls them, so the commands they use must be allowed too, on this fleet's keys.
-A worker's user can therefore not harm another fleet or the server, but it is trusted with this one's jobs. The cabinet
-(keys, grants, the audit log) is not under the prefix and not its to see.
+Functions run with their caller's rights, so a user needs the commands that they use, on this fleet's keys. A
+direct worker's user cannot harm another fleet or the server, but it can read this fleet's jobs. The document
+store (keys, grants, the audit log) is outside the prefix and hidden from it.
 """
 
 from __future__ import annotations
@@ -29,10 +26,10 @@ _OLDEST = (7, 0)
 
 class RedisServer(msgspec.Struct, frozen=True):
     run: str
-    """Changes with each start and with each failover."""
+    """Changes with each start and failover."""
     durability: Durability
     can_lose: str = ""
-    """What is gone if it dies, in words; empty: nothing."""
+    """What a crash loses, as text. Empty: nothing."""
 
 
 async def check_server(send: Send, name: str) -> RedisServer:
@@ -48,7 +45,7 @@ async def check_server(send: Send, name: str) -> RedisServer:
     if policy != "noeviction":
         raise Fault(
             f"the Redis at {name} evicts keys when memory is short (maxmemory-policy {policy}): it would lose jobs "
-            "without a word; set maxmemory-policy to noeviction"
+            "silently; set maxmemory-policy to noeviction"
         )
     run = f"{facts.get('run_id', '')}:{facts.get('master_replid', '')}"
     durability = await _durability(send, facts)
@@ -64,7 +61,7 @@ async def _durability(send: Send, facts: dict[str, str]) -> Durability:
         case "no":
             return "none"
         case _:
-            # Where it may not be asked, the default of the server is assumed, never more.
+            # Assume the server's default if CONFIG is not allowed.
             return "everysec"
 
 
@@ -75,7 +72,7 @@ async def _can_lose(send: Send, facts: dict[str, str], durability: Durability) -
         case "everysec":
             return "about the last second"
     if facts.get("aof_enabled") == "1":
-        return "what its system had not yet written to the disk"
+        return "the data that its system has not yet written to the disk"
     snapshots = await _setting(send, "save")
     if snapshots == "":
         return "everything"
@@ -89,7 +86,7 @@ async def _info(send: Send) -> dict[str, str]:
 
 
 async def _setting(send: Send, name: str) -> str | None:
-    """None: this user may not ask, or the service has no such command."""
+    """None: CONFIG is not allowed, or not available."""
     try:
         answer = as_list(await send("CONFIG", "GET", name))
     except RedisServerError:
@@ -108,7 +105,7 @@ WORKER_FUNCTIONS = (
     "cf1_worker_release",
     "cf1_worker_fail",
 )
-# What those functions do inside, and nothing that reads or removes much at once.
+# The commands inside those functions; none reads or removes much at once.
 _INSIDE = (
     *("get", "set", "mget", "mset", "append", "del", "exists", "expire", "time", "publish"),
     *("hget", "hset", "hdel", "hexists", "hincrby", "rpush", "ltrim", "xadd"),
@@ -118,7 +115,7 @@ _INSIDE = (
 
 
 def engine_rules(prefix: str) -> tuple[str, ...]:
-    """Rules for the user of a hub or an agent with an engine: all of this fleet, the library, no other settings."""
+    """ACL rules of a hub's or agent's user: all of this fleet, the library, no other settings."""
     server = ("-@admin", "-@dangerous", "+info", "+config|get", "+function|load")
     return (f"~{prefix}*", f"~{document_key(prefix)}*", f"&{prefix}*", "+@all", *server)
 
@@ -127,7 +124,7 @@ def worker_rules(prefix: str) -> tuple[str, ...]:
     """Rules for `ACL SETUSER <worker> reset on ><password> …`."""
     functions = (f"+fcall|{name}" for name in WORKER_FUNCTIONS)
     inside = (f"+{name}" for name in _INSIDE)
-    # What it does by itself: hints, and the stream of its commands.
+    # Its own commands: hints, and the stream of its commands.
     reading = ("+subscribe", "+unsubscribe", "+xread", "+ping")
     channels = (f"&{prefix}{EVENT_CHANNEL}", f"&{prefix}channel:worker:*", f"&{prefix}channel:workers:all")
     return (f"~{prefix}*", *channels, *functions, "+fcall_ro|cf1_revision", *inside, *reading)

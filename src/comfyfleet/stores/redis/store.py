@@ -1,7 +1,4 @@
-"""The store on Redis or Valkey: the port's methods as calls of the function library, and what is checked at the start.
-
-Everything that must happen in one step happens in the library; here values are encoded, sent and decoded.
-"""
+"""The port's methods as calls of the function library on Redis or Valkey. Each call is atomic."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ _workflow_stats = msgspec.json.Decoder(WorkflowStats)
 
 
 class RedisStore:
-    """`winding` is for tests: the fleet is opened under that clock instead of the server's."""
+    """`winding` is for tests: a clock that replaces the server's."""
 
     is_shared = True
 
@@ -85,23 +82,13 @@ class RedisStore:
             self._listener.start()
 
     async def _greet(self, send: Send) -> None:
-        """On every connection: the server behind the address may be another one by now."""
+        """Runs on each connection, because another server may answer at the address now."""
         server = await check_server(send, self._address.name)
         self.durability = server.durability
         self.can_lose = server.can_lose
         await ensure_library(send, may_load=self._may_load)
         winds = "0" if self._winding is None else "1"
-        answer = await send(
-            "FCALL",
-            "cf1_open",
-            1,
-            f"{self.prefix}meta",
-            "",
-            "",
-            "",
-            server.run,
-            winds,
-        )
+        answer = await send("FCALL", "cf1_open", 1, f"{self.prefix}meta", "", "", "", server.run, winds)
         epoch = as_list(answer)[0]
         assert isinstance(epoch, int)
         self._epoch = epoch
@@ -139,10 +126,10 @@ class RedisStore:
         return float(as_bytes(await self._ask("now")))
 
     async def diagnose(self, *command: Argument) -> object:
-        """A command for people who look into the server. It may be sent twice."""
+        """A command for diagnosis. It may be sent twice."""
         return await self._client.call(*command)
 
-    # how calls are made
+    # calls
 
     async def _do(self, name: str, *arguments: Argument) -> object:
         return await self._client.function(name, *arguments, time=self._time())
@@ -165,7 +152,7 @@ class RedisStore:
     async def _head(self) -> codec.FleetHead:
         return codec.decode_head(await self._get("meta"))
 
-    # the table profile × class
+    # eligibility matrix
 
     async def table(self) -> EligibilityMatrix:
         version, classes, profiles = as_list(await self._ask("table"))
@@ -193,10 +180,10 @@ class RedisStore:
     # workers
 
     async def put_worker(self, worker: WorkerRecord) -> None:
-        await self._do("put_worker", *_said_of(worker))
+        await self._do("put_worker", *_worker_arguments(worker))
 
     async def add_worker(self, worker: WorkerRecord) -> bool:
-        return await self._do("add_worker", *_said_of(worker)) is not None
+        return await self._do("add_worker", *_worker_arguments(worker)) is not None
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
         def change(stored: WorkerRecord) -> WorkerRecord | None:
@@ -210,12 +197,12 @@ class RedisStore:
     async def _change_worker(
         self, worker_id: WorkerId, change: Callable[[WorkerRecord], WorkerRecord | None]
     ) -> WorkerRecord | None:
-        """Written over what was read, or read again."""
+        """Compare and set, repeated until it succeeds."""
         while (text := await self._get(f"worker:{worker_id}")) is not None:
             changed = change(_workers.decode(as_bytes(text)))
             if changed is None:
                 return None
-            if await self._do("replace_worker", *_said_of(changed), as_bytes(text)) is not None:
+            if await self._do("replace_worker", *_worker_arguments(changed), as_bytes(text)) is not None:
                 return changed
         return None
 
@@ -276,9 +263,9 @@ class RedisStore:
         return codec.decode_finished(await self._join("finish", *arguments), write.facts)
 
     async def _new_payload(self, write: Write) -> bytes | None:
-        """Read before the write: nothing else ever changes what a job was submitted with."""
+        """Read before the write: nothing else changes a job's payload."""
         payload = None if write.job is None else write.job.get("payload")
-        if payload is None or (job := await self.record(write.job_id)) is None:
+        if payload is None or (job := await self.records.get(write.job_id)) is None:
             return None
         return codec.encode_payload(msgspec.structs.replace(job, payload=payload))
 
@@ -356,7 +343,7 @@ class RedisStore:
     async def is_queue_paused(self) -> bool:
         return (await self._head()).is_paused
 
-    # what is kept with a job
+    # facts and attempts
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         return codec.decode_facts(job_id, await self._log(job_id), after)
@@ -365,14 +352,14 @@ class RedisStore:
         return codec.decode_attempts(await self._log(job_id))
 
     async def _log(self, job_id: JobId) -> list[object]:
-        """With the dispatch: a lease is in the log only when something has followed it."""
+        """With the dispatch, because the log has a lease only after a later entry."""
         key = f"{self.prefix}job:{job_id}"
         return as_list(await self._client.call("MGET", key, f"{key}:log"))
 
     async def mark_late(self, ref: LeaseRef) -> None:
         await self._do("mark_late", ref.attempt_id, ref.job_id, ref.number)
 
-    # blocks and lessons
+    # blocks and workflow statistics
 
     async def get_block(self, pair: Pair) -> Block | None:
         text = await self._ask("get_block", pair.worker_id, pair.target)
@@ -419,57 +406,24 @@ class RedisStore:
             if await self._do("put_lesson", *said) is not None:
                 return stats
 
-    # the tenant's side
-
-    async def record(self, job_id: JobId) -> Job | None:
-        key = f"{self.prefix}job:{job_id}"
-        names = [key, f"{key}:payload", f"{key}:result", f"{key}:failure"]
-        row = as_list(await self._client.call("MGET", *names))
-        return None if row[0] is None else codec.decode_job(row)
-
-    async def job_of(self, tenant: TenantId, reference: str) -> JobId | None:
-        found = await self._client.call("HGET", f"{self.prefix}references", f"{tenant}\0{reference}")
-        return None if found is None else JobId(as_bytes(found).decode())
-
-    async def page(
-        self,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        *,
-        newest_first: bool,
-    ) -> list[Job]:
-        """Looks at a bounded number of jobs in each call, so that a long list holds nobody up."""
-        jobs: list[Job] = []
-        cursor, beyond = "", after or ""
-        while len(jobs) < limit:
-            where = (tenant or "", "" if phase is None else phase.value)
-            how = (limit - len(jobs), _LOOK_AT, int(newest_first))
-            answer = await self._ask("list", cursor, beyond, *where, *how)
-            last, still_beyond, rows = as_list(answer)
-            jobs += [codec.decode_job(as_list(row)) for row in as_list(rows)]
-            cursor, beyond = as_bytes(last).decode(), as_bytes(still_beyond).decode()
-            if not cursor:
-                break
-        return jobs
-
 
 _LOOK_AT = 500
 
 
 class RedisRecords:
-    """The tenant's side, in the same keys."""
-
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
     async def get(self, job_id: JobId) -> Job | None:
-        return await self._store.record(job_id)
+        key = f"{self._store.prefix}job:{job_id}"
+        names = [key, f"{key}:payload", f"{key}:result", f"{key}:failure"]
+        row = as_list(await self._store._client.call("MGET", *names))
+        return None if row[0] is None else codec.decode_job(row)
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
-        job_id = await self._store.job_of(tenant, reference)
-        return None if job_id is None else await self._store.record(job_id)
+        key = f"{self._store.prefix}references"
+        job_id = await self._store._client.call("HGET", key, f"{tenant}\0{reference}")
+        return None if job_id is None else await self.get(JobId(as_bytes(job_id).decode()))
 
     async def listing(
         self,
@@ -480,10 +434,22 @@ class RedisRecords:
         after: JobId | None,
         newest_first: bool = False,
     ) -> list[Job]:
-        return await self._store.page(tenant, phase, limit, after, newest_first=newest_first)
+        """Each call looks at a bounded number of jobs, so that a long list delays no other call."""
+        jobs: list[Job] = []
+        cursor, beyond = "", after or ""
+        while len(jobs) < limit:
+            where = (tenant or "", "" if phase is None else phase.value)
+            how = (limit - len(jobs), _LOOK_AT, int(newest_first))
+            answer = await self._store._ask("list", cursor, beyond, *where, *how)
+            last, still_beyond, rows = as_list(answer)
+            jobs += [codec.decode_job(as_list(row)) for row in as_list(rows)]
+            cursor, beyond = as_bytes(last).decode(), as_bytes(still_beyond).decode()
+            if not cursor:
+                break
+        return jobs
 
 
-def _said_of(worker: WorkerRecord) -> tuple[str | bytes, ...]:
+def _worker_arguments(worker: WorkerRecord) -> tuple[str | bytes, ...]:
     return worker.worker_id, msgspec.json.encode(worker), worker.profile, worker.registration
 
 

@@ -1,5 +1,8 @@
-"""Lessons of a Redis store: written over what was read, or read again. What is learned of a workflow while another
-lesson of it is being written goes with the next, so only other processes ever come between."""
+"""Workflow statistics of a Redis store, updated by compare and set.
+
+Updates of one workflow that arrive during a write go together with the next, so only other processes
+conflict.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class _Workflow:
 
 class RedisWorkflowStats:
     def __init__(self, write: Swap) -> None:
-        """`write` puts what several have learned of one workflow into the store at once."""
+        """`write` stores several updates of one workflow at once."""
         self._write = write
         self._workflows: dict[WorkflowHash, _Workflow] = {}
 
