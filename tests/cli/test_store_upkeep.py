@@ -236,13 +236,13 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
     parts = psycopg.conninfo.conninfo_to_dict(conninfo)
     url = f"postgresql://{parts['user']}@{parts['host']}:{parts['port']}/{parts['dbname']}"
     ended = run_cli("store", "check", url, "--json")
-    assert "the schema lacks the steps [1" in ended.stdout
+    assert "the schema lacks the migrations [1" in ended.stdout
     await fill(url, FEW)
     found = json.loads(run_cli("store", "check", url, "--json").stdout)
     assert found["holds"] == {**HOLDS, "workers": 0, "blocks": 1, "lessons": 1, "classes": 2, "documents": 0}
     # The server of the tests runs without them, for speed.
     off = [
-        f"{name} is off: turn it on, or a power cut may cost what was acknowledged"
+        f"{name} is off: turn it on, or a power cut may lose acknowledged jobs"
         for name in ("fsync", "full_page_writes")
     ]
     assert [each for each in found["problems"] if each not in off] == []
@@ -260,8 +260,8 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
         "queued: the tallies count 6, the tables hold 5",
         "payloads: the tallies count 7 bytes, those of open jobs have 0",
         "job job-0003 has a dispatch but no record",
-        "job job-0001 has another number of facts than were counted",
-        "job job-0007 has ended, and its row says otherwise whether that is settled",
+        "job job-0001 has another number of facts than counted",
+        "job job-0007 has ended, and its row differs on whether that is settled",
     ]
 
 

@@ -64,7 +64,7 @@ async def test_a_server_that_hangs_up_while_the_store_is_being_opened_is_a_fault
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 
     monkeypatch.setattr("comfyfleet.stores.postgres.store.migrate", hang_up)
-    with pytest.raises(Fault, match="hung up while the store was being opened"):
+    with pytest.raises(Fault, match="closed the connection while the store was opened"):
         await PostgresStore(url).open()
 
 
@@ -183,7 +183,7 @@ async def test_a_refused_transaction_is_a_fault_and_changes_nothing(url: str, st
     job = await jobs.enqueue(store)
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("ALTER TABLE comfyfleet.facts ADD CONSTRAINT full_disk CHECK (number < 2)")
-        with pytest.raises(Fault, match=r"was not carried out.*full_disk"):
+        with pytest.raises(Fault, match=r"and changed nothing.*full_disk"):
             await store.lease_next(jobs.offer())
         assert await store.load(job.job_id) == job
         assert await store.attempts(job.job_id) == []
@@ -196,7 +196,7 @@ async def test_a_refused_transaction_is_a_fault_and_changes_nothing(url: str, st
 async def test_text_that_postgresql_cannot_keep_is_refused_and_not_retried(
     store: PostgresStore, text: str
 ) -> None:
-    with pytest.raises(Refusal, match="cannot keep this value"):
+    with pytest.raises(Refusal, match="cannot store this value"):
         await Jobs().enqueue(store, text)
     assert (await store.counts()).waiting == 0
 

@@ -1,18 +1,15 @@
-"""Checks a store from outside, without opening, migrating or locking it. Each kind's checks are in its own
-package.
-"""
+"""Checks a store from outside, without opening, migrating or locking it. Each store has its own checks."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from comfyfleet.model.errors import Refusal, RefusalCode, to_install
-from comfyfleet.stores.factory import check_address, sqlite_path
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.stores.factory import check_address, require_driver, sqlite_path
 
 
 class StoreCheck(msgspec.Struct, frozen=True):
@@ -66,21 +63,13 @@ def kind_of(url: str) -> Literal["sqlite", "redis", "postgresql"]:
         case "sqlite":
             return "sqlite"
         case "redis" | "rediss":
-            _require("hiredis", "redis")
+            require_driver("redis")
             return "redis"
         case "postgresql" | "postgres":
-            _require("psycopg", "postgres")
+            require_driver("postgres")
             return "postgresql"
     raise Refusal(
         RefusalCode.INVALID_REQUEST,
         f"a {scheme!r} store ends with its process: name a lasting one, such as sqlite:///fleet.db, "
         "redis://host or postgresql://host/database",
     )
-
-
-def _require(module: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST,
-            f"this store needs {module}, which is not installed: {to_install(extra)}",
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
@@ -147,6 +148,15 @@ async def refuse_if_encrypted(documents: DocumentStore) -> None:
         )
 
 
+def require_driver(extra: Literal["redis", "postgres"]) -> None:
+    for module in ("psycopg",) if extra == "postgres" else ("redis", "hiredis"):
+        if find_spec(module) is None:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"this store needs {module}, which is not installed: {to_install(extra)}",
+            )
+
+
 def _memory(_url: str, clock: Clock) -> Store:
     return MemoryStore(clock)
 
@@ -171,13 +181,9 @@ def _sqlite(url: str, clock: Clock) -> Store:
 
 
 def _postgres(url: str, _clock: Clock) -> Store:
-    try:
-        from comfyfleet.stores.postgres import PostgresStore
-    except ModuleNotFoundError as error:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST,
-            f"the PostgreSQL store needs {error.name}, which is not installed: {to_install('postgres')}",
-        ) from error
+    require_driver("postgres")
+    from comfyfleet.stores.postgres import PostgresStore
+
     return PostgresStore(url)
 
 
@@ -196,13 +202,9 @@ def _python(url: str, clock: Clock) -> Store:
 
 
 def _redis(url: str, _clock: Clock) -> Store:
-    try:
-        from comfyfleet.stores.redis.store import RedisStore
-    except ModuleNotFoundError as error:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST,
-            f"the Redis store needs {error.name}, which is not installed: {to_install('redis')}",
-        ) from error
+    require_driver("redis")
+    from comfyfleet.stores.redis.store import RedisStore
+
     return RedisStore(url)
 
 

@@ -14,6 +14,7 @@ E = TypeVar("E", bound=QueueEntry)
 
 
 class InProcessStore(Generic[E]):
+    is_shared = False
     direct_workers = None
     peer_channel = None
 
@@ -21,10 +22,6 @@ class InProcessStore(Generic[E]):
         self.epoch = epoch
         self._clock = clock
         self._state: QueueState[E] = QueueState(clock, epoch)
-
-    @property
-    def is_shared(self) -> bool:
-        return False
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         """No other process serves a worker."""

@@ -1,4 +1,4 @@
-"""The PostgreSQL store: SQL durability for teams that want it. `store.py` is its door."""
+"""The PostgreSQL store; `store.py` implements the port."""
 
 from __future__ import annotations
 

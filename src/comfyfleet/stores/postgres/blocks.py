@@ -1,5 +1,8 @@
-"""Blocks and lessons as PostgreSQL keeps them: bounded, listed in the order in which they were put. And workers, where
-what is written must not put one back that was removed, nor undo what it has registered since."""
+"""SQL for blocks, workflow statistics and workers. Blocks and statistics are bounded and listed in insertion
+order.
+
+A write never restores a removed worker, nor undoes its newer registration.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ ON CONFLICT (worker_id, target) DO UPDATE
 SET number = excluded.number, blocked_until = excluded.blocked_until, body = excluded.body
 """
 
-# A count towards a block is forgotten before a block in force.
+# Evict a count before a block in force.
 _BOUND_BLOCKS = """
 DELETE FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s AND target IN (
     SELECT target FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s
@@ -154,13 +157,13 @@ async def get_workflow_stats(step: SqlStep, workflow_hash: WorkflowHash) -> Work
 
 async def put_workflow_stats(step: SqlStep, stats: WorkflowStats) -> None:
     row = await step.row(_PUT_WORKFLOW_STATS, (stats.workflow_hash, codec.encode(stats)))
-    # The longest unused are forgotten now and then: counting them at every lesson would cost more than they do.
+    # Evict the longest unused only now and then: counting at every update would cost more than the rows.
     if row is not None and row[0] % _BOUND_WORKFLOW_STATS_EVERY == 0:
         step.add(_BOUND_WORKFLOW_STATS, (MAX_WORKFLOW_STATS,))
 
 
 async def learn(step: SqlStep, delta: WorkflowStatsDelta) -> WorkflowStats:
-    # There must be a row to hold, or two that learn the first lesson would each write their own.
+    # Lock an existing row, or two first updates would each write their own.
     empty = codec.encode(WorkflowStats(delta.workflow_hash))
     found = await step.ask(
         (_BEGIN_WORKFLOW_STATS, (delta.workflow_hash, empty)), (_LOCK_WORKFLOW_STATS, (delta.workflow_hash,))

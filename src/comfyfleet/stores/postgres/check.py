@@ -1,4 +1,4 @@
-"""Looks at the tables in a PostgreSQL database from outside: server, schema, counts, and rows that belong together."""
+"""Checks the tables in a PostgreSQL database from outside: server, schema, counts, and related rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comfyfleet.stores.postgres.schema import check_server, known_migrations, mi
 
 _SETTINGS = ("server_version", "synchronous_commit", "fsync", "full_page_writes", "autovacuum")
 
-# A crash of the machine, not of the server, is what these guard against.
+# These guard against a crash of the machine.
 _MUST_BE_ON = ("fsync", "full_page_writes", "autovacuum")
 
 _PHASES = ("queued", "leased", "completed", "failed", "cancelled")
@@ -29,7 +29,7 @@ SELECT (SELECT sum(payload_bytes)::bigint FROM comfyfleet.tallies),
     (SELECT coalesce(sum((envelope ->> 'payload_bytes')::bigint), 0)::bigint FROM comfyfleet.dispatches)
 """
 
-# Each answers the ids of jobs about which it is true.
+# Each query returns the ids of faulty jobs.
 _WRONG = {
     "has a record but no dispatch": """
 SELECT job_id FROM comfyfleet.jobs j WHERE NOT EXISTS (SELECT FROM comfyfleet.dispatches d WHERE d.job_id = j.job_id)
@@ -39,17 +39,17 @@ SELECT job_id FROM (SELECT job_id FROM comfyfleet.dispatches UNION ALL SELECT jo
 WHERE NOT EXISTS (SELECT FROM comfyfleet.jobs j WHERE j.job_id = a.job_id)""",
     "is both open and ended": """
 SELECT job_id FROM comfyfleet.dispatches d WHERE EXISTS (SELECT FROM comfyfleet.ended e WHERE e.job_id = d.job_id)""",
-    "has another number of facts than were counted": """
+    "has another number of facts than counted": """
 SELECT job_id FROM (
     SELECT job_id, fact_count FROM comfyfleet.dispatches UNION ALL SELECT job_id, fact_count FROM comfyfleet.ended
 ) AS a WHERE fact_count <> (SELECT count(*) FROM comfyfleet.facts f WHERE f.job_id = a.job_id)""",
-    "is of a class that is not in the table": """
+    "has a class that is not in the table": """
 SELECT job_id FROM comfyfleet.dispatches d
 WHERE NOT EXISTS (SELECT FROM comfyfleet.classes c WHERE c.class_key = d.class_key)""",
-    "has ended, and its row says otherwise whether that is settled": """
+    "has ended, and its row differs on whether that is settled": """
 SELECT job_id FROM comfyfleet.ended e WHERE is_apart <> coalesce((envelope ->> 'is_apart')::boolean, false)
     OR is_unsettled <> (is_apart AND envelope ->> 'settled_at' IS NULL)""",
-    "waits in a lane that is not there, or behind its bound": """
+    "waits in a missing lane, or before its bound": """
 SELECT d.job_id FROM comfyfleet.dispatches d LEFT JOIN comfyfleet.lanes l ON l.lane_id = d.lane_id
 WHERE d.lane_id IS NOT NULL AND (l.lane_id IS NULL OR l.head > d.sequence)""",
 }
@@ -67,7 +67,7 @@ async def examine_postgres(url: str) -> dict[str, Any]:
             for name in _SETTINGS:
                 settings[name] = (await _rows(connection, "SELECT current_setting(%s)", (name,)))[0][0]
             problems += [
-                f"{name} is off: turn it on, or a power cut may cost what was acknowledged"
+                f"{name} is off: turn it on, or a power cut may lose acknowledged jobs"
                 for name in _MUST_BE_ON[:2]
                 if settings[name] == "off"
             ]
@@ -83,15 +83,15 @@ async def examine_postgres(url: str) -> dict[str, Any]:
                 settings["schema"] = newest - len(missing)
                 if missing:
                     problems.append(
-                        f"the schema lacks the steps {[each.number for each in missing]}: "
-                        "an engine that opens it takes them"
+                        f"the schema lacks the migrations {[each.number for each in missing]}: "
+                        "an engine that opens it applies them"
                     )
                 else:
                     async with connection.transaction():
                         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-                        holds = await _look_at_the_tables(connection, problems, settings)
+                        holds = await _check_tables(connection, problems, settings)
         except psycopg.Error as error:
-            problems.append(f"PostgreSQL refused to be asked: {' '.join(str(error).split())}")
+            problems.append(f"PostgreSQL refused a query: {' '.join(str(error).split())}")
     return {"store": pool.address, "problems": problems, "holds": holds, "settings": settings}
 
 
@@ -101,7 +101,7 @@ async def has_tables(url: str) -> bool:
         return known[0] not in await missing_migrations(connection, known)
 
 
-async def _look_at_the_tables(
+async def _check_tables(
     connection: Connection, problems: list[str], settings: dict[str, Any]
 ) -> dict[str, int]:
     found = dict(await _rows(connection, _COUNT))
@@ -118,7 +118,7 @@ async def _look_at_the_tables(
         for job_id in wrong[:_SHOWN]:
             problems.append(f"job {job_id} {what}")
         if len(wrong) > _SHOWN:
-            problems.append(f"and more jobs of which one {what}")
+            problems.append(f"and more: each {what}")
     for table in ("workers", "blocks", "lessons", "classes", "documents"):
         ((holds[table],),) = await _rows(connection, f"SELECT count(*) FROM comfyfleet.{table}")
     state = await _rows(connection, "SELECT epoch, is_paused FROM comfyfleet.state")

@@ -1,4 +1,4 @@
-"""How values of the model are written into `json` columns and read back. Exact: what comes out equals what went in."""
+"""Encodes values for `json` columns and decodes them without loss."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def encode_or_none(value: Any) -> str | None:
 
 
 def encode_record(job: Job) -> str:
-    """A job without what has a column of its own: its names, and what may be large."""
+    """The job without its own columns: its names and its large parts."""
     return encode(_Record(**{name: getattr(job, name) for name in _RECORD_FIELDS}))
 
 
 def decode_record(dispatch: Dispatch, record: str, phase: str) -> Job:
-    """As far as the record tells of it: without payload, result and reference."""
+    """The record without payload, result and reference."""
     return decode_job(dispatch.job_id, dispatch.tenant, None, record, None, None, phase)
 
 

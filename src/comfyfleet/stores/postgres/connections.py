@@ -1,12 +1,10 @@
-"""Connections to one PostgreSQL, and one way to run a step on them: whole, or a `Fault` with words.
+"""Connections to one PostgreSQL, and transactions on them: atomic, or a `Fault` with a message.
 
-A connection carries no state from one transaction to the next (no prepared statements, no settings, no session locks),
-so a transaction pooler may stand in between. What a step does is the caller's.
+A connection keeps no state between transactions (no prepared statements, settings or session locks), so a
+transaction pooler may stand in between.
 
-Calls of one kind that come while others are being answered are answered together, in one transaction.
-
-Nobody waits for company: a call that comes alone goes alone. What a group does is the caller's; all of it happens or
-nothing does. A caller that goes away before its group has begun is left out; after that its change may take place.
+`CallBatcher` answers calls of one kind that arrive while others are answered together, in one transaction. A
+call that comes alone goes at once. A caller cancelled before its group starts is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _Answer = TypeVar("_Answer")
 
 MAX_TRIES = 8
 
-# A server that does not answer is given up after ten seconds, one that vanished without a word within a minute.
+# Give up a silent server after ten seconds, and a vanished one within a minute.
 _DEFAULTS: dict[str, str | int] = {
     "connect_timeout": 10,
     "application_name": "comfyfleet",
@@ -41,11 +39,11 @@ _DEFAULTS: dict[str, str | int] = {
     "tcp_user_timeout": 30_000,
 }
 
-# Rolled back by the server because of somebody else: deadlock, serialization failure, lock not available.
-_OTHERS_IN_THE_WAY = ("40001", "40P01", "55P03")
+# Rolled back because of others: serialization failure, deadlock, lock not available.
+_CONFLICTS = ("40001", "40P01", "55P03")
 
-# Said each time: the default of a database or a user may be another, and a pooler forgets settings. A process that was
-# stopped in the middle of a transaction loses it, so that the others do not wait for its locks for ever.
+# Sent each time: defaults differ between databases and users, and a pooler forgets settings. The time-out
+# ends the transaction of a stopped process, so that others do not wait for its locks forever.
 _BEGIN = (
     "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; "
     "SET LOCAL idle_in_transaction_session_timeout = '10s'; SET LOCAL lock_timeout = '5s'"
@@ -53,17 +51,17 @@ _BEGIN = (
 
 
 class Later:
-    """The rows of a statement that is sent with others: there once those are sent, at the latest with the commit."""
+    """The rows of a statement that is sent with others. They arrive at the latest with the commit."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
 
 class SqlStep:
-    """Statements on one connection, sent in as few messages as can be.
+    """Statements on one connection, in as few messages as possible.
 
-    What is added is sent together with the next question, or with the commit: a step costs one round trip for each
-    answer it waits for. The simple protocol is used throughout; it knows no prepared statements.
+    Added statements go with the next question or the commit: a step costs one round trip per awaited answer.
+    It uses the simple protocol, without prepared statements.
     """
 
     def __init__(self, connection: Connection, *, is_transaction: bool) -> None:
@@ -71,32 +69,31 @@ class SqlStep:
         self._unsent: list[str] = _BEGIN.split("; ") if is_transaction else []
         self._last: list[str] = []
         self._expected: dict[int, Later] = {}
-        """By the place of their statements among those not sent yet."""
+        """By index among the unsent statements."""
         self._is_transaction = is_transaction
         self.is_committing = False
 
     def add(self, query: str, values: Values = ()) -> None:
-        """A statement whose answer nobody waits for."""
+        """A statement without an awaited answer."""
         self._unsent.append(self._cursor.mogrify(query.encode(), values))
 
     def add_last(self, query: str, values: Values = ()) -> None:
-        """A statement that is sent right before the commit, after all others: what it locks is held briefly, and
-        nobody who holds it waits for anything else."""
+        """A statement sent right before the commit, so that its locks are held briefly and last."""
         self._last.append(self._cursor.mogrify(query.encode(), values))
 
     def add_question(self, query: str, values: Values = ()) -> Later:
-        """A statement whose answer is needed, but not before the step ends: it costs no round trip of its own."""
+        """A statement whose answer is needed only after the step: it costs no round trip."""
         later = self._expected[len(self._unsent)] = Later()
         self.add(query, values)
         return later
 
     def add_rows(self, head: str, rows: Sequence[Row], tail: str = "") -> None:
-        """A statement of many rows, to stand where VALUES takes them."""
+        """A statement with VALUES of many rows."""
         row = f"({', '.join(['%s'] * len(rows[0]))})"
         self.add(f"{head} {', '.join([row] * len(rows))}{tail}", [value for each in rows for value in each])
 
     async def ask(self, *questions: tuple[str, Values]) -> list[list[Row]]:
-        """The rows of each, in one round trip. Each sees what was committed before it began."""
+        """The rows of each question, in one round trip. Each sees what was committed before it began."""
         for query, values in questions:
             self.add(query, values)
         await self._send()
@@ -123,7 +120,7 @@ class SqlStep:
         await self._cursor.execute(message.encode())
 
     async def _answers(self) -> list[list[Row]]:
-        """Of each statement of the message, in order."""
+        """The rows of each statement of the message, in order."""
         answers: list[list[Row]] = []
         while True:
             answers.append(await self._cursor.fetchall() if self._cursor.description else [])
@@ -142,13 +139,13 @@ class ConnectionPool:
         except psycopg.Error as error:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                f"this is no URL of a PostgreSQL ({_words(error)}); it looks like postgresql://user@host:5432/database",
+                f"this is not the URL of a PostgreSQL database ({_words(error)}); it looks like postgresql://user@host:5432/database",
             ) from error
         defaults = {name: value for name, value in _DEFAULTS.items() if name not in parts}
         self._conninfo = make_conninfo(url, client_encoding="UTF8", **defaults)
         self.address = f"{parts.get('host', 'localhost')}:{parts.get('port', 5432)}/{parts.get('dbname', '')}"
-        """Where the server is, without the password."""
-        self._room = asyncio.Semaphore(size)
+        """Without the password."""
+        self._slots = asyncio.Semaphore(size)
         self._idle: list[Connection] = []
         self._is_closed = False
 
@@ -168,18 +165,27 @@ class ConnectionPool:
         return connection
 
     async def transact(self, work: Callable[[SqlStep], Awaitable[_Answer]]) -> _Answer:
-        """Runs `work` in one transaction. Where the server rolled it back because of others, or the connection broke
-        before the commit was sent, nothing was done and it is run again."""
+        """Runs `work` in one transaction, again after a rollback by others or a break before the commit."""
         return await self._run(work, is_transaction=True)
 
     async def read(self, work: Callable[[SqlStep], Awaitable[_Answer]]) -> _Answer:
-        """Runs `work`, which changes nothing; each of its questions is answered as of its own moment."""
+        """Runs reading `work` without a transaction: each question sees its own moment."""
         return await self._run(work, is_transaction=False)
+
+    async def fetch(self, query: str, values: Values = ()) -> list[Row]:
+        return await self.read(lambda step: step.rows(query, values))
+
+    async def execute(self, *statements: tuple[str, Values]) -> None:
+        async def run(step: SqlStep) -> None:
+            for query, values in statements:
+                step.add(query, values)
+
+        await self.transact(run)
 
     async def _run(self, work: Callable[[SqlStep], Awaitable[_Answer]], *, is_transaction: bool) -> _Answer:
         if self._is_closed:
-            raise Fault("this store was closed; open a new one")
-        async with self._room:
+            raise Fault("this store is closed; open a new one")
+        async with self._slots:
             for tries_left in reversed(range(MAX_TRIES)):
                 connection = self._idle.pop() if self._idle else await self.connect()
                 step = SqlStep(connection, is_transaction=is_transaction)
@@ -188,42 +194,42 @@ class ConnectionPool:
                     await step.end()
                     return answer
                 except UnicodeError as error:
-                    raise _unkeepable(error) from error
+                    raise _unstorable(error) from error
                 except psycopg.Error as error:
                     await self._consider(error, connection, step, tries_left)
                 finally:
                     await self._put_back(connection)
-        raise AssertionError("the last try answers or raises")
+        raise AssertionError("the last try returns or raises")
 
     async def _consider(
         self, error: psycopg.Error, connection: Connection, step: SqlStep, tries_left: int
     ) -> None:
         """Returns if the work may be tried again, and raises otherwise."""
         if connection.broken or connection.closed:
-            # The others were most likely lost with it.
+            # The other connections are probably lost, too.
             idle, self._idle = self._idle, []
             for each in idle:
                 await each.close()
             if step.is_committing:
                 raise Fault(
-                    f"the connection to PostgreSQL at {self.address} broke during a commit: whether it took place is "
-                    "unknown; read the state before repeating the call"
+                    f"the connection to PostgreSQL at {self.address} broke during a commit, which may or "
+                    "may not have taken place; read the state before you repeat the call"
                 ) from error
         elif isinstance(error, psycopg.DataError):
-            raise _unkeepable(error) from error
-        elif error.sqlstate not in _OTHERS_IN_THE_WAY:
+            raise _unstorable(error) from error
+        elif error.sqlstate not in _CONFLICTS:
             raise Fault(
-                f"PostgreSQL at {self.address} refused a transaction, which was not carried out: {_words(error)}; "
+                f"PostgreSQL at {self.address} refused a transaction and changed nothing: {_words(error)}; "
                 "the server's log says more"
             ) from error
         if not tries_left:
             raise Fault(
-                f"PostgreSQL at {self.address} did not carry out a transaction in {MAX_TRIES} tries: "
+                f"PostgreSQL at {self.address} did not commit a transaction in {MAX_TRIES} tries: "
                 f"{_words(error)}; try again"
             ) from error
 
     async def _put_back(self, connection: Connection) -> None:
-        """A step that was refused, or given up by its caller, leaves a transaction behind: it is taken back."""
+        """Rolls back the open transaction of a refused or cancelled step."""
         status = connection.info.transaction_status
         if status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
             try:
@@ -232,7 +238,7 @@ class ConnectionPool:
                 await connection.close()
                 return
             except asyncio.CancelledError:
-                # Given up a second time, by now nobody else would ever close it.
+                # Cancelled again: nobody else would close it.
                 await connection.close()
                 raise
         elif status is not TransactionStatus.IDLE:
@@ -249,8 +255,8 @@ class ConnectionPool:
             await self._idle.pop().close()
 
 
-def _unkeepable(error: Exception) -> Refusal:
-    return Refusal(RefusalCode.INVALID_REQUEST, f"PostgreSQL cannot keep this value: {_words(error)}")
+def _unstorable(error: Exception) -> Refusal:
+    return Refusal(RefusalCode.INVALID_REQUEST, f"PostgreSQL cannot store this value: {_words(error)}")
 
 
 def _words(error: BaseException) -> str:
@@ -267,7 +273,7 @@ class CallBatcher(Generic[Question, Answer]):
     def __init__(self, answer: Callable[[Sequence[Question]], Awaitable[Sequence[Answer]]]) -> None:
         self._answer = answer
         self._waiting: dict[Hashable, list[tuple[Question, asyncio.Future[Answer]]]] = {}
-        """By kind; a kind is here exactly while a task works for it."""
+        """By kind. A kind is present while a task works for it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, kind: Hashable, question: Question) -> Answer:
@@ -296,10 +302,10 @@ class CallBatcher(Generic[Question, Answer]):
     async def _answer_group(self, group: Sequence[tuple[Question, asyncio.Future[Answer]]]) -> None:
         try:
             answers = await self._answer([question for question, _ in group])
-        # Whatever it was, it is the callers' to hear of.
+        # The callers get any error.
         except Exception as error:
             if isinstance(error, Refusal) and len(group) > 1:
-                # Somebody asked for what cannot be: only he is refused, and the others are answered one by one.
+                # One call is invalid: answer each alone, so that only its caller is refused.
                 for each in group:
                     await self._answer_group([each])
                 return
@@ -316,5 +322,5 @@ class CallBatcher(Generic[Question, Answer]):
                 waiter.set_result(answer)
 
     async def close(self) -> None:
-        """What was begun is finished."""
+        """Finishes running groups."""
         await asyncio.gather(*self._tasks)

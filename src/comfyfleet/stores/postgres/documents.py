@@ -1,10 +1,10 @@
-"""Small documents in a table of their own; each write is one transaction, compared with the version under its lock."""
+"""Documents in one table. A write is one transaction that compares the version under a lock."""
 
 from __future__ import annotations
 
 from comfyfleet.ports import Document
 from comfyfleet.stores.documents import check_document, check_start, is_name
-from comfyfleet.stores.postgres.connections import ConnectionPool, Row, SqlStep, Values
+from comfyfleet.stores.postgres.connections import ConnectionPool, Values
 
 _GET = "SELECT name, body, version FROM comfyfleet.documents WHERE drawer = %s AND name = %s"
 
@@ -37,7 +37,7 @@ class PostgresDocumentStore:
         self._pool = pool
 
     async def get(self, collection: str, name: str) -> Document | None:
-        found = await self._read(_GET, (collection, name)) if is_name(name) else []
+        found = await self._pool.fetch(_GET, (collection, name)) if is_name(name) else []
         return Document(*found[0]) if found else None
 
     async def put(self, collection: str, name: str, body: bytes, *, version: int | None) -> bool:
@@ -51,16 +51,10 @@ class PostgresDocumentStore:
 
     async def listing(self, collection: str, after: str = "", limit: int = 100) -> list[Document]:
         check_start(after)
-        return [Document(*row) for row in await self._read(_LIST, (collection, after, limit))]
+        return [Document(*row) for row in await self._pool.fetch(_LIST, (collection, after, limit))]
 
     async def collections(self) -> list[str]:
-        return [row[0] for row in await self._read(_COLLECTIONS, ())]
-
-    async def _read(self, query: str, values: Values) -> list[Row]:
-        return await self._pool.read(lambda step: step.rows(query, values))
+        return [row[0] for row in await self._pool.fetch(_COLLECTIONS)]
 
     async def _has_changed(self, query: str, values: Values) -> bool:
-        async def change(step: SqlStep) -> bool:
-            return await step.row(query, values) is not None
-
-        return await self._pool.transact(change)
+        return await self._pool.transact(lambda step: step.row(query, values)) is not None

@@ -1,4 +1,4 @@
-"""The table profile × class: which profile may take which class, with a version that grows with each addition."""
+"""The table profile × class: which profile may take which class. Its version grows with each addition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comfyfleet.stores.inprocess.lane_index import MAX_IDLE_CLASSES
 from comfyfleet.stores.postgres import codec
 from comfyfleet.stores.postgres.connections import SqlStep
 
-# One statement, so that version and contents are of one moment.
+# One statement, so that version and contents match.
 _READ = """
 SELECT 0 AS part, NULL AS key, NULL::json AS body, table_version AS number FROM comfyfleet.state
 UNION ALL SELECT 1, class_key, body, number FROM comfyfleet.classes
@@ -53,7 +53,7 @@ async def read(step: SqlStep) -> EligibilityMatrix:
 
 
 async def _raise_version(step: SqlStep, version: int) -> bool:
-    """The row is held to the end: additions to the table happen one after the other."""
+    """Locks the row until the end: additions to the table are serialized."""
     return await step.row(_RAISE_VERSION, (version,)) is not None
 
 
@@ -78,12 +78,12 @@ async def put_class(step: SqlStep, cls: RequirementClass, fits: Collection[Profi
 
 
 async def _drop_idle(step: SqlStep) -> None:
-    """Classes no open job belongs to are kept for a while, and not more than so many."""
+    """Keeps a bounded number of idle classes."""
     row = await step.row("SELECT count(*) FROM comfyfleet.classes")
     if row is None or row[0] <= MAX_IDLE_CLASSES:
         return
     excess = [key for (key,) in await step.rows(_EXCESS, (MAX_IDLE_CLASSES,))]
-    # Looked at again now that they are locked: a job may have come in between.
+    # Check again under the lock: a job may have arrived.
     dropped = [key for (key,) in await step.rows(_DROP, (excess,))]
     step.add("DELETE FROM comfyfleet.profile_classes WHERE class_key = ANY (%s)", (dropped,))
 
@@ -105,7 +105,7 @@ async def put_profile(step: SqlStep, profile: ProfileKey, fits: Collection[Class
 
 
 async def drop_profiles(step: SqlStep, unused: Collection[ProfileKey]) -> None:
-    # Additions hold this row too: a class that is being added must not be given to a profile that is going.
+    # Additions lock this row, too: a new class must not go to a profile that is being dropped.
     step.add("SELECT FROM comfyfleet.state FOR UPDATE")
     step.add("DELETE FROM comfyfleet.profiles WHERE profile = ANY (%s)", (list(unused),))
     step.add("DELETE FROM comfyfleet.profile_classes WHERE profile = ANY (%s)", (list(unused),))

@@ -1,10 +1,9 @@
-"""Tenants' shares in PostgreSQL: their terms, what they are charged, who is out, who begins to wait.
+"""Tenants' shares in PostgreSQL: terms, charges, and who is excluded.
 
-Whoever leases or sets terms does so under one lock (`HOLD`): leases are given one after the other, by exact virtual
-times and caps. Whoever ends a lease does not take it; he adds to his tenant's row, by one statement, and can only let
-the tenant have more. Locks are taken in one order, so nobody waits in a circle: the job, `HOLD`, tenants, lanes, and
-the counters last; under `HOLD` a job that somebody holds is stepped over. A transaction that finds out too late that
-tenants have terms by now raises `FairShareBegan` and is run again with the lock.
+Leasing and setting terms take one lock (`HOLD`), so leases follow exact virtual times and caps. Ending a
+lease does not: it changes its tenant's row in one statement, and can only let the tenant have more. All take
+locks in one order: the job, `HOLD`, tenants, lanes, counters. Under `HOLD`, locked jobs are skipped. A
+transaction that finds too late that tenants have terms raises `FairShareBegan`, and runs again with the lock.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ HOLD = "SELECT pg_advisory_xact_lock(7238261)"
 
 IS_FAIR = "SELECT is_fair FROM comfyfleet.state"
 
-# How many wait is asked of the lanes: a counter would make all enqueues of a tenant queue up for its row.
+# Waiting jobs are counted in the lanes: a counter would serialize all enqueues of a tenant on its row.
 _WAITING = (
     "FROM comfyfleet.lanes l JOIN comfyfleet.dispatches d ON d.lane_id = l.lane_id WHERE l.tenant = t.tenant"
 )
@@ -50,8 +49,7 @@ FROM (VALUES (%s)) AS t (tenant)
 
 _WAITS = f"SELECT EXISTS (SELECT {_WAITING}) FROM (VALUES (%s)) AS t (tenant)"
 
-# `TenantShare.started`, `charged` and `is_at_cap`, of the row as it is then: who ends a lease of the
-# tenant may have changed it since it was read.
+# `TenantShare.started`, `charged` and `is_at_cap` in SQL: the row may have changed since it was read.
 _LEASED = """
 INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time, leased) VALUES (%(tenant)s, %(by)s, 1)
 ON CONFLICT (tenant) DO UPDATE SET
@@ -60,7 +58,7 @@ ON CONFLICT (tenant) DO UPDATE SET
     is_behind = t.max_leased IS NOT NULL AND t.leased + 1 >= t.max_leased
 """
 
-# The same for the end of a lease. Where the estimate or what it took is not known, nothing is put right.
+# The same for the end of a lease. Without estimate or time used, nothing is corrected.
 _BY = "coalesce(%(used_s)s::float8 / t.weight - %(charge)s::float8, 0)"
 _ENDED = f"""
 UPDATE comfyfleet.tenants t SET virtual_time = t.virtual_time + greatest(0, {_BY} - t.credit),
@@ -81,7 +79,7 @@ INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time) VALUES (%s, %s)
 ON CONFLICT (tenant) DO UPDATE SET virtual_time = t.virtual_time + excluded.virtual_time
 """
 
-# Whoever is leasing now has not counted it: it is waited for, and what comes later sees that tenants have terms.
+# Waits for leases in flight, which are not counted; later ones see that tenants have terms.
 _BEGIN = (
     "LOCK TABLE comfyfleet.dispatches IN EXCLUSIVE MODE",
     "UPDATE comfyfleet.state SET is_fair = true",
@@ -111,11 +109,11 @@ UPDATE comfyfleet.tenants SET has_terms = false, weight = 1, max_leased = NULL, 
 
 
 class FairShareBegan(Exception):
-    """Tenants have terms by now: leases are charged, which this transaction was not prepared for."""
+    """Tenants have terms now: leases are charged, for which this transaction has no lock."""
 
 
 def share_of(row: Row) -> TenantShare:
-    """Of the columns of `lanes.SHARE`, of a tenant that has something waiting."""
+    """From the columns of `lanes.SHARE`, for a tenant with waiting jobs."""
     return _share((*row, 1))
 
 
@@ -138,23 +136,23 @@ def _start(everyone: Mapping[TenantId, TenantShare], tenant: TenantId) -> float:
 
 
 async def begin_to_wait(step: SqlStep, tenant: TenantId) -> None:
-    """Before a job enters its lane. Nothing happens to one that has others waiting or running."""
+    """Called before a job enters its lane. Changes nothing for a tenant with open jobs."""
     row = await step.row(_IS_OPEN, (tenant,))
     if row is not None and not row[0]:
         step.add(_START, (tenant, _start(await _everyone(step), tenant)))
 
 
 class Charge(msgspec.Struct, frozen=True):
-    """What a lease costs its tenant, in virtual time."""
+    """The cost of a lease in virtual time."""
 
     tenant: TenantId
     by: float
     start: float | None
-    """Where it was kept out before: the virtual time at which it starts anew."""
+    """For a tenant that was excluded: its new virtual time."""
 
 
 class Standings:
-    """Tenants' shares under the lock, as they will be with the leases that were chosen so far."""
+    """Tenants' shares under the lock, including the leases chosen so far."""
 
     def __init__(self, step: SqlStep, known: Iterable[TenantShare]) -> None:
         self._step = step
@@ -178,7 +176,7 @@ class Standings:
 
 
 def take(step: SqlStep, charge: Charge) -> float:
-    """Under the lock, with the lease. Answers what the lease is charged with."""
+    """Called under the lock, with the lease. Returns the charge."""
     step.add(_LEASED, {"tenant": charge.tenant, "by": charge.by, "start": charge.start})
     return charge.by
 
@@ -186,7 +184,7 @@ def take(step: SqlStep, charge: Charge) -> float:
 async def lease(
     step: SqlStep, tenant: TenantId, offer: LeaseOffer, test_now: float | None
 ) -> tuple[float, float] | None:
-    """Takes the lock. The time under it, and what the lease is charged with. None: the tenant may have nothing now."""
+    """Takes the lock. Returns the time under it and the charge. None: the tenant is excluded now."""
     _, ((now,),), found = await step.ask((HOLD, ()), rows.moment(test_now), (_ONE, (tenant,)))
     share = _share(found[0]) if found else TenantShare(tenant, waiting=1)
     if share.is_out(now):
@@ -195,8 +193,9 @@ async def lease(
 
 
 def end(step: SqlStep, opened: rows.LockedJob, attempt_end: AttemptEnd) -> Later:
-    """With the end of a lease: its tenant's row alone is locked, and briefly, so this waits for no other tenant. The
-    answer is one row, true where the tenant was at its cap and is not kept out any more."""
+    """At the end of a lease. Locks only its tenant's row, so it waits for no other tenant. The answer is one
+    row: true if the tenant was at its cap and is readmitted.
+    """
     values = {
         "tenant": opened.held.dispatch.tenant,
         "used_s": attempt_end.used_s,
@@ -210,7 +209,7 @@ class PostgresFairShare:
     def __init__(self, pool: ConnectionPool, now: Callable[[], float | None], hints: Notifications) -> None:
         self._pool = pool
         self._now = now
-        """None: time is the server's."""
+        """None: the server's time."""
         self._hints = hints
 
     async def put_terms(self, terms: TenantTerms) -> None:
@@ -230,39 +229,25 @@ class PostgresFairShare:
         self._hints.tell_all()
 
     async def remove_terms(self, tenant: TenantId) -> None:
-        async def remove(step: SqlStep) -> None:
-            step.add(HOLD)
-            step.add(_REMOVE_TERMS, (tenant,))
-
-        await self._pool.transact(remove)
+        await self._pool.execute((HOLD, ()), (_REMOVE_TERMS, (tenant,)))
         self._hints.tell_all()
 
     async def terms(self) -> list[TenantTerms]:
-        async def read(step: SqlStep) -> list[TenantTerms]:
-            found = await step.rows(f"{_ALL} WHERE t.has_terms ORDER BY t.tenant")
-            return [terms for row in found if (terms := _share(row).terms) is not None]
-
-        return await self._pool.read(read)
+        found = await self._pool.fetch(f"{_ALL} WHERE t.has_terms ORDER BY t.tenant")
+        return [terms for row in found if (terms := _share(row).terms) is not None]
 
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
-
-        async def charge(step: SqlStep) -> None:
-            step.add(_CHARGE, (tenant, seconds))
-
-        await self._pool.transact(charge)
+        await self._pool.execute((_CHARGE, (tenant, seconds)))
 
     async def of(self, tenant: TenantId) -> TenantShare:
-        async def read(step: SqlStep) -> TenantShare:
-            row = await step.row(f"{_COUNTED} WHERE t.tenant = %s", (tenant,))
-            if row is None:
-                return TenantShare(tenant)
-            return _share(row) if row[10] else TenantShare(tenant, row[1])
-
-        return await self._pool.read(read)
+        found = await self._pool.fetch(f"{_COUNTED} WHERE t.tenant = %s", (tenant,))
+        if not found:
+            return TenantShare(tenant)
+        return _share(found[0]) if found[0][10] else TenantShare(tenant, found[0][1])
 
     async def tell_of(self, written: WriteResult | None, freed: Later | None) -> None:
-        """After a write was committed: others hear of what may be leased with it."""
+        """After a commit: hints at jobs that may be leased now."""
         if written is None:
             return
         if freed is not None and await self._may_take_more(written.dispatch.tenant, freed):
@@ -271,13 +256,13 @@ class PostgresFairShare:
             self._hints.tell()
 
     async def _may_take_more(self, tenant: TenantId, freed: Later) -> bool:
-        """What waits is asked now: of what comes later its own enqueue tells, and finds the tenant free."""
+        """Asks what waits now: a later enqueue sends its own hint."""
         if freed.rows != [(True,)]:
             return False
         try:
-            found = await self._pool.read(lambda step: step.rows(_WAITS, (tenant,)))
+            found = await self._pool.fetch(_WAITS, (tenant,))
         except Fault:
-            # The end stands all the same. Who is told for nothing looks once.
+            # The write stands. A needless hint costs one look.
             return True
         return bool(found[0][0])
 

@@ -1,4 +1,4 @@
-"""Jobs that come from, or go to, another store: a page of them is one transaction."""
+"""Imports and discards jobs for a move between stores. One call is one transaction."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from comfyfleet.model.ids import JobId
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.stores.postgres import codec, rows
 from comfyfleet.stores.postgres.connections import ConnectionPool, SqlStep
-
-_INSERT_JOB = """
-INSERT INTO comfyfleet.jobs (job_id, sequence, tenant, reference, record, payload, result)
-VALUES (%s, nextval('comfyfleet.job_sequence'), %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING sequence
-"""
 
 _KNOWN = """
 SELECT envelope FROM (
@@ -32,7 +27,7 @@ class PostgresJobTransfer:
     ) -> None:
         self._pool = pool
         self._now = now
-        """None: time is the server's."""
+        """None: the server's time."""
         self._tell = tell
 
     async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
@@ -51,7 +46,7 @@ class PostgresJobTransfer:
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
         async def discard(step: SqlStep) -> list[bool]:
             answers: dict[JobId, bool] = {}
-            # In one order, as whoever locks several jobs does.
+            # In the order in which all transactions lock several jobs.
             for each in sorted(jobs, key=lambda job: job.job_id):
                 answers[each.job_id] = await rows.discard(step, each.job_id, each.revision)
             return [answers[each.job_id] for each in jobs]
@@ -59,24 +54,20 @@ class PostgresJobTransfer:
         return await self._pool.transact(discard)
 
     async def workflow_stats(self) -> list[WorkflowStats]:
-        async def read(step: SqlStep) -> list[WorkflowStats]:
-            found = await step.rows("SELECT body FROM comfyfleet.lessons ORDER BY number")
-            return [codec.decode_workflow_stats(row[0]) for row in found]
-
-        return await self._pool.read(read)
+        found = await self._pool.fetch("SELECT body FROM comfyfleet.lessons ORDER BY number")
+        return [codec.decode_workflow_stats(row[0]) for row in found]
 
 
 async def _import_jobs(step: SqlStep, snapshot: JobSnapshot, now: float) -> Dispatch:
     assert snapshot.dispatch.lease is None, "a leased job does not move"
     job = snapshot.job
-    record, payload = codec.encode_record(job), codec.encode(job.payload)
-    values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
+
     names = {"job_id": job.job_id, "tenant": job.tenant, "reference": job.reference}
     while True:
-        inserted = await step.row(_INSERT_JOB, values)
-        if inserted is not None:
-            return await rows.import_jobs(step, snapshot, inserted[0], now)
+        sequence = await rows.insert_record(step, job)
+        if sequence is not None:
+            return await rows.import_jobs(step, snapshot, sequence, now)
         row = await step.row(_KNOWN, names)
         if row is not None:
             return codec.decode_dispatch(row[0])
-        # What was in the way has been purged since.
+        # The conflicting job has been purged since.

@@ -1,9 +1,9 @@
-"""Which waiting jobs come first for a profile, asked of PostgreSQL: the lanes by their bounds, then their first jobs.
+"""Finds the first waiting jobs for a profile: the lanes by their bounds, then their first jobs.
 
-A lane's row keeps a lower bound of its head. A look takes the lanes with the lowest bounds and reads their true heads;
-what stands at or before the bound of the last lane looked at is certain, and if that is not enough the look is repeated
-with more lanes. No look reads more of a lane than it can use, so the jobs that wait behind cost nothing. Bounds that
-have fallen far behind, and lanes that stand empty, are put right afterwards.
+A lane's row keeps a lower bound of its head. A look takes the lanes with the lowest bounds and reads their
+true heads. Jobs up to the bound of the last lane are certain; if they are not enough, the look is repeated
+with more lanes. It reads no more of a lane than it can use. Afterwards, old bounds are corrected and empty
+lanes removed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from comfyfleet.model.dispatch import Candidate, LaneKey
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.stores.postgres.connections import SqlStep
 
-# A bound this far behind makes every look step over what was leased since.
+# Such an old bound makes every look pass over the jobs leased since.
 MAX_LAG = 256
-# A few empty lanes are kept: the next job of the kind finds its lane ready.
+# A few empty lanes are kept for the next job of their kind.
 MAX_EMPTY = 16
 
 _LANE = """
@@ -31,8 +31,8 @@ INSERT INTO comfyfleet.lanes (class_key, tenant, priority, workflow_hash, head) 
 ON CONFLICT DO NOTHING RETURNING lane_id
 """
 
-# The gate comes first: nothing is seen of a paused queue, and nothing that this worker must not get now. A lease is
-# guarded by the profile that was matched: the worker may have registered anew since then, with other tenants perhaps.
+# Admission comes first: a paused queue shows nothing, nor does a worker see what is blocked for it. A lease
+# requires the matched profile: the worker may have registered anew since, perhaps with other tenants.
 GATE = """
 WITH gate AS MATERIALIZED (
     SELECT moment.now, is_fair, ARRAY(
@@ -46,17 +46,17 @@ WITH gate AS MATERIALIZED (
 )
 """
 
-# A workflow is blocked for everybody, or for one tenant (see `tenant_target`).
+# A workflow is blocked for all tenants, or for one (see `tenant_target`).
 IS_FREE = """
 workflow_hash <> ALL (gate.blocked) AND workflow_hash || '@' || l.tenant <> ALL (gate.blocked)
 """
 
-# A tenant that is held or at its cap is left out.
+# Excludes a tenant that is held or at its cap.
 MAY_HAVE = """
 (t.max_leased IS NULL OR t.leased < t.max_leased) AND (t.held_until IS NULL OR t.held_until <= gate.now)
 """
 
-# Of the tenant of a lane, in the order in which `fair_share.py` reads them. Not every tenant has a row.
+# The share of a lane's tenant, in the order that `fair_share.py` reads. A tenant may have no row.
 SHARE = """
 l.tenant, coalesce(t.virtual_time, 0) AS virtual_time, coalesce(t.credit, 0) AS credit,
 coalesce(t.leased, 0) AS leased, coalesce(t.is_behind, false) AS is_behind, coalesce(t.has_terms, false) AS has_terms,
@@ -107,7 +107,7 @@ UPDATE comfyfleet.lanes l SET head = h.sequence FROM heads h WHERE l.lane_id = h
 
 
 async def place(step: SqlStep, lane: LaneKey, sequence: int) -> int:
-    """The lane's number, its row held so that nobody removes it or raises its bound before this transaction ends."""
+    """The lane's number. Locks its row, so that nobody removes it or raises its bound meanwhile."""
     while True:
         row = await step.row(_LANE, lane)
         if row is not None:
@@ -124,7 +124,7 @@ async def place(step: SqlStep, lane: LaneKey, sequence: int) -> int:
 
 
 class LaneQuery(msgspec.Struct, frozen=True):
-    """What a worker's slot wants to see, and when: None is the server's own time."""
+    """What a worker's slot asks for, and when. None: the server's time."""
 
     worker_id: WorkerId
     profile: ProfileKey
@@ -134,11 +134,11 @@ class LaneQuery(msgspec.Struct, frozen=True):
     quantum_s: float = 0.0
     skip: Collection[str] = ()
     matched: ProfileKey | None = None
-    """The profile that the worker must still have. None: for a look alone any will do."""
+    """The profile that the worker must still have. None: any."""
 
 
 class LaneView(msgspec.Struct, frozen=True):
-    """The answer, when it was true, and the lanes that want tidying."""
+    """The answer, its time, and the lanes to tidy."""
 
     candidates: list[Candidate]
     now: float
@@ -160,8 +160,9 @@ class _Page(msgspec.Struct):
 
 
 async def window(step: SqlStep, look: LaneQuery) -> LaneView:
-    """As many jobs as there are slots, in order; beyond them, of the same priority and of tenants within a quantum of
-    the least served, the heads of further lanes."""
+    """As many jobs as there are slots, in order; then heads of further lanes, of the same priority and of
+    tenants within a quantum of the least served.
+    """
     first_limit = limit = look.slots + look.lanes + MAX_EMPTY
     while True:
         page = await _page(step, look, limit)
@@ -170,7 +171,7 @@ async def window(step: SqlStep, look: LaneQuery) -> LaneView:
             break
         limit *= 4
     untidy = page.lagging
-    # Where one look was not enough, empty lanes and old bounds stood in the way.
+    # If one look was not enough, empty lanes and old bounds were in the way.
     if limit > first_limit or len(page.empty) > MAX_EMPTY:
         untidy = [*untidy, *page.empty]
     return LaneView(found, page.now, untidy)
@@ -222,13 +223,13 @@ async def _page(step: SqlStep, look: LaneQuery, limit: int) -> _Page:
 
 
 def _choose(page: _Page, look: LaneQuery) -> tuple[list[Candidate], bool]:
-    """The same walk as the in-process index makes. False: the page does not reach far enough to be certain."""
+    """Walks like the in-process index. False: the page is too short to be certain."""
     found: list[Candidate] = []
     seen: set[LaneKey] = set()
     level, least = 0, 0.0
     for key, item in page.items:
         if page.horizon is not None and key > page.horizon:
-            # A lane that was not looked at may come before this; it matters only if something could still be added.
+            # A lane that was not read may come before this; it matters only if something could be added.
             return found, _is_full(found, seen, look, page.horizon, level, least)
         lane = item.lane
         if len(found) >= look.slots:
@@ -264,9 +265,9 @@ def _is_full(
 
 
 async def tidy(step: SqlStep, lanes: Sequence[int]) -> None:
-    """Raises bounds that are too low and removes lanes that stand empty; leaves alone what somebody is using."""
+    """Raises old bounds and removes empty lanes; skips lanes in use."""
     locked = [lane_id for (lane_id,) in await step.rows(_TIDY_LOCK, (list(lanes),))]
-    # A statement of its own: it sees everything that was put into these lanes before they were locked.
+    # A new statement sees all jobs that entered these lanes before they were locked.
     step.add(_TIDY, (locked,))
 
 

@@ -1,7 +1,7 @@
-"""Choosing and leasing in PostgreSQL: a look at the lanes, then a lock on the first job nobody else is taking.
+"""Leases jobs in PostgreSQL: a look at the lanes, then a lock on the first free job.
 
-A job that another transaction holds at this moment is stepped over (SKIP LOCKED), never waited for: it is being leased,
-or changed. Priority therefore holds except against a lease in flight.
+It skips a job that another transaction has locked (SKIP LOCKED), because that is being leased or changed. So
+priority holds except against leases in flight.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from comfyfleet.stores.postgres.connections import SqlStep
 from comfyfleet.stores.postgres.fair_share import Charge, Standings
 from comfyfleet.stores.postgres.lanes import LaneQuery, LaneView
 
-# How many jobs a lease looks at beyond those it wants; more only when others are taking all of those.
+# How many more jobs a lease looks at than it needs. More only if others take all of those.
 SPARE = 7
 MAX_LOOK = 2048
-# Where tenants are charged, so many leases are chosen with one look.
+# How many charged leases are chosen with one look.
 MAX_IN_TURN = 16
 
 _TAKE = (
@@ -38,9 +38,9 @@ FOR UPDATE OF d SKIP LOCKED
 """
 )
 
-# The look at the lanes and the locks in one statement. What stands behind the bound of the last lane looked at is
-# not certain to be next, so it is left. A job that has left its lane since the statement began is found out when its
-# row is locked: what is asked of the row is asked again then.
+# Looks at the lanes and locks in one statement. Jobs beyond the bound of the last lane are not certain to be
+# next, so they are left out. The conditions are checked again on the locked row, because the job may have
+# left its lane.
 _TOP = f"""
 , top AS MATERIALIZED (
     SELECT lane_id, priority, head, workflow_hash, {lanes.SHARE}
@@ -84,7 +84,7 @@ ORDER BY first.place LIMIT %(count)s FOR UPDATE OF d SKIP LOCKED
 """
 )
 
-# As many of each lane as are wanted in all: whose turn it is changes with each of them.
+# As many per lane as are wanted in all: each lease changes whose turn it is.
 _LOOK_IN_TURN = (
     lanes.GATE
     + _TOP
@@ -106,7 +106,7 @@ JOIN comfyfleet.dispatches d ON d.job_id = c.job_id AND d.lane_id = c.lane_id
 ORDER BY c.place FOR UPDATE OF d SKIP LOCKED
 """
 
-# Where others hold all of the first: those that are still in their lanes, however far behind.
+# If others hold all of the first: any job that is still in its lane.
 _TAKE_ANY = """
 SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, (SELECT is_fair FROM comfyfleet.state)
 FROM unnest(%(jobs)s::text[]) WITH ORDINALITY AS c (job_id, place)
@@ -116,7 +116,7 @@ JOIN comfyfleet.profile_classes p ON p.class_key = l.class_key AND p.profile = %
 ORDER BY c.place LIMIT 1 FOR UPDATE OF d SKIP LOCKED
 """
 
-# Who of these has something that must be kept from it now, or is not any more what it was matched as.
+# Workers with a block in force, or with another profile than matched.
 _BLOCKED = """
 SELECT DISTINCT worker_id FROM comfyfleet.blocks WHERE worker_id = ANY (%(workers)s)
 AND blocked_until > coalesce(%(test_now)s::float8, extract(epoch FROM clock_timestamp())::float8)
@@ -140,27 +140,29 @@ async def peek(step: SqlStep, query: Peek, test_now: float | None) -> LaneView:
 async def lease(
     step: SqlStep, job_id: JobId, offer: LeaseOffer, epoch: int, test_now: float | None, is_fair: bool
 ) -> WriteResult | None:
-    """`is_fair`: tenants have terms, as far as is known here."""
-    values = {
-        "job_id": job_id,
-        "worker_id": offer.worker_id,
-        "profile": offer.profile,
-        "matched": offer.profile,
-        "test_now": test_now,
-    }
-    row = await step.row(_TAKE, values)
+    """`is_fair`: tenants have terms, as far as this process knows."""
+    row = await step.row(_TAKE, {**_gate_values(offer, test_now), "job_id": job_id})
     if row is None:
         return None
     *found, now, is_charged = row
     held, charge = rows.held(found), None
     _expect(is_fair=is_fair, is_charged=is_charged)
     if is_charged:
-        # The job is held already, and whoever has the lock waits for no job.
+        # The job is locked already, and the holder of the lock waits for no job.
         charged = await fair_share.lease(step, held.dispatch.tenant, offer, test_now)
         if charged is None:
             return None
         now, charge = charged
     return rows.grant(step, [(held, offer, charge)], epoch, now)[0]
+
+
+def _gate_values(offer: LeaseOffer, test_now: float | None) -> dict[str, object]:
+    return {
+        "worker_id": offer.worker_id,
+        "test_now": test_now,
+        "profile": offer.profile,
+        "matched": offer.profile,
+    }
 
 
 def _expect(*, is_fair: bool, is_charged: bool) -> None:
@@ -171,7 +173,7 @@ def _expect(*, is_fair: bool, is_charged: bool) -> None:
 async def lease_next(
     step: SqlStep, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None, is_fair: bool
 ) -> tuple[list[WriteResult | None], Sequence[int]]:
-    """A lease for each offer, if any, and the lanes that want tidying. All offers are of one profile."""
+    """A lease or None for each offer, and the lanes to tidy. All offers are of one profile."""
     taken: list[WriteResult | None] = []
     untidy: set[int] = set()
     parts = await _alike(step, offers, test_now)
@@ -193,7 +195,7 @@ async def lease_next(
             written += some
             untidy.update(lagging)
             if is_short:
-                # Nothing is left, or others hold it, or empty lanes and old bounds stand in the way.
+                # Nothing is left, or others hold it, or empty lanes and old bounds are in the way.
                 one, found_untidy = await _search(step, alike[len(written)], epoch, test_now, is_fair)
                 untidy.update(found_untidy)
                 if one is None:
@@ -206,7 +208,7 @@ async def lease_next(
 async def _alike(
     step: SqlStep, offers: Sequence[LeaseOffer], test_now: float | None
 ) -> list[Sequence[LeaseOffer]]:
-    """Parts, in order, whose workers may all take the same jobs."""
+    """Splits offers, in order, into groups whose workers may take the same jobs."""
     workers = sorted({offer.worker_id for offer in offers})
     if len(workers) == 1:
         return [offers]
@@ -226,16 +228,8 @@ async def _take(
     step: SqlStep, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None, is_fair: bool
 ) -> tuple[list[WriteResult | None], list[int]]:
     slots = len(offers) + SPARE
-    values = {
-        "worker_id": offers[0].worker_id,
-        "test_now": test_now,
-        "profile": offers[0].profile,
-        "matched": offers[0].profile,
-        "lanes": slots + lanes.MAX_EMPTY,
-        "slots": slots,
-        "count": len(offers),
-    }
-    found = await step.rows(_TAKE_FIRST, values)
+    values = {"lanes": slots + lanes.MAX_EMPTY, "slots": slots, "count": len(offers)}
+    found = await step.rows(_TAKE_FIRST, {**_gate_values(offers[0], test_now), **values})
     taken: list[tuple[rows.LockedDispatch, LeaseOffer, float | None]] = []
     for row, offer in zip(found, offers, strict=False):
         held, charge = rows.held(row[:4]), None
@@ -250,14 +244,14 @@ async def _take(
 
 
 class _Line(msgspec.Struct):
-    """A lane as it was looked at, and what waits in it, first come first."""
+    """A lane and its waiting jobs, in order."""
 
     lane_id: int
     priority: int
     head: int
     tenant: TenantId
     bound: tuple[int, float, int]
-    """Nothing that waits in it comes before this."""
+    """No job in it comes before this."""
     items: deque[tuple[int, JobId]]
 
 
@@ -270,17 +264,11 @@ class _Choice(msgspec.Struct, frozen=True):
 async def _take_in_turn(
     step: SqlStep, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None
 ) -> tuple[list[WriteResult | None], list[int]]:
-    """Under the lock: one look for all, and one for the jobs. Each lease counts when the next is chosen. Perhaps fewer
-    than there are offers; those that were taken are those that come first."""
+    """Called under the lock: one query for the lanes and one for the jobs. Each lease counts for the next
+    choice. It may take fewer than offered, but always the first ones.
+    """
     limit = len(offers) + SPARE + lanes.MAX_EMPTY
-    values = {
-        "worker_id": offers[0].worker_id,
-        "test_now": test_now,
-        "profile": offers[0].profile,
-        "matched": offers[0].profile,
-        "lanes": limit,
-        "depth": len(offers),
-    }
+    values = {**_gate_values(offers[0], test_now), "lanes": limit, "depth": len(offers)}
     lines: dict[int, _Line] = {}
     known: dict[TenantId, TenantShare] = {}
     seen = await step.rows(_LOOK_IN_TURN, values)
@@ -289,7 +277,7 @@ async def _take_in_turn(
         share = fair_share.share_of(tuple(row))
         bound = (-priority, share.virtual_time, head)
         line = lines.setdefault(lane_id, _Line(lane_id, priority, head, share.tenant, bound, deque()))
-        # Of a tenant whose lane stands empty it is not known whether it waits elsewhere.
+        # An empty lane does not show whether its tenant waits elsewhere.
         if sequence is not None:
             known[share.tenant] = share
             line.items.append((sequence, job_id))
@@ -307,7 +295,7 @@ async def _take_in_turn(
     taken: list[tuple[rows.LockedDispatch, LeaseOffer, float | None]] = []
     for held, choice, offer in zip(found, chosen, offers, strict=False):
         if held.dispatch.job_id != choice.job_id:
-            # Somebody else has that one, so the turns after it were others.
+            # Another transaction has this job, so the later choices are wrong.
             break
         taken.append((held, offer, choice.charge.by))
     written: list[WriteResult | None] = []
@@ -324,7 +312,7 @@ async def _choose(
     offers: Sequence[LeaseOffer],
     now: float,
 ) -> list[_Choice]:
-    """What comes first for each offer, as far as that is certain: up to the bound of the last lane looked at."""
+    """The first job for each offer, as far as the order is certain: up to the bound of the last lane."""
 
     def place(line: _Line) -> tuple[int, float, int]:
         return -line.priority, standings[line.tenant].virtual_time, line.items[0][0]
@@ -358,12 +346,11 @@ async def _search(
             if row[4]:
                 charged = await fair_share.lease(step, held.dispatch.tenant, offer, test_now)
                 if charged is None:
-                    # Its tenant is held since it was looked at.
+                    # Its tenant was excluded after the look.
                     return None, seen.untidy
                 charge = charged[1]
             return rows.grant(step, [(held, offer, charge)], epoch, seen.now)[0], seen.untidy
         if is_last:
-            # Others hold all of those. Two who hold what the other looks for would wait for each other for ever; what
-            # comes free again, if any, is found at the next look.
+            # Others hold all of those. Waiting could deadlock; the next look finds what they release.
             return None, seen.untidy
         slots = min(slots * 4, MAX_LOOK)

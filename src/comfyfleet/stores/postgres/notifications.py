@@ -1,8 +1,8 @@
-"""Hints between processes over LISTEN and NOTIFY: "something may wait now", "the table is new", "this worker is told".
+"""Hints between processes over LISTEN and NOTIFY: waiting jobs, a changed table, commands for a worker.
 
-Polling is the truth; a hint may be lost. A notice is sent apart from the change it tells of, and many changes share
-one: NOTIFY inside a transaction makes all commits of a database queue up. The listening connection is the only one with
-a state of its own; behind a transaction pooler it hears nothing, and nothing depends on it.
+A hint may be lost; polling finds everything. It is sent after its change, and many changes share one, because
+NOTIFY in a transaction serializes all commits of a database. Only the listening connection keeps a state;
+behind a transaction pooler it gets nothing, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from uuid import uuid4
 
 import msgspec
@@ -20,28 +19,29 @@ import psycopg
 from comfyfleet.model.calls import Command
 from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.stores.postgres.connections import ConnectionPool, SqlStep
+from comfyfleet.stores.postgres.connections import ConnectionPool
 
 CHANNEL = "comfyfleet_waiting"
 TABLE = "comfyfleet_table"
 COMMANDS = "comfyfleet_commands"
+_NOTIFY = "SELECT pg_notify(%s, %s)"
 MIN_GAP_S = 0.02
 MAX_RETRY_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 Hear = Callable[[WorkerId, Command], None]
-# A notice holds less than 8000 bytes.
+# A notification has less than 8000 bytes.
 _MAX_REASON = 1000
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _WorkerCommand(msgspec.Struct, frozen=True):
     worker_id: WorkerId
     command: Command
     sender: str
 
 
-_told = msgspec.json.Decoder(_Told)
+_commands = msgspec.json.Decoder(_WorkerCommand)
 
 
 class Notifications:
@@ -54,7 +54,7 @@ class Notifications:
         self._sender: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._due: set[str] = set()
-        """Channels on which something is to be told."""
+        """Channels to notify."""
         self._is_open = False
 
     def open(self) -> None:
@@ -76,30 +76,27 @@ class Notifications:
             self._reader = asyncio.create_task(self._keep_reading(), name="comfyfleet-postgres-hints")
 
     def tell(self, channel: str = CHANNEL) -> None:
-        """Something may wait now, or is new. Sent at once, or together with others a moment later."""
+        """Hints that something may wait or is new. Sent at once, or with others a moment later."""
         self._due.add(channel)
         if self._is_open and (self._sender is None or self._sender.done()):
             self._sender = asyncio.create_task(self._send(), name="comfyfleet-postgres-notify")
 
     def tell_all(self) -> None:
-        """Here too: nobody hears himself."""
+        """Also wakes this process, which ignores its own notifications."""
         self.tell()
         self._wake()
 
     async def tell_worker(self, worker_id: WorkerId, command: Command) -> None:
         command = msgspec.structs.replace(command, reason=command.reason[:_MAX_REASON])
-        text = msgspec.json.encode(_Told(worker_id, command, self._sender_id)).decode()
+        text = msgspec.json.encode(_WorkerCommand(worker_id, command, self._sender_id)).decode()
 
-        async def notify(step: SqlStep) -> None:
-            step.add("SELECT pg_notify(%s, %s)", (COMMANDS, text))
-
-        await self._pool.transact(notify)
+        await self._pool.execute((_NOTIFY, (COMMANDS, text)))
 
     async def _send(self) -> None:
         while self._due:
             due, self._due = self._due, set()
             try:
-                await self._pool.transact(partial(_notify, self._sender_id, due))
+                await self._pool.execute(*((_NOTIFY, (channel, self._sender_id)) for channel in due))
             except ComfyFleetError as error:
                 _log.debug("a hint was not sent: %s", error)
             await asyncio.sleep(MIN_GAP_S)
@@ -113,7 +110,7 @@ class Notifications:
                     for channel in (CHANNEL, COMMANDS, TABLE):
                         await connection.execute(f"LISTEN {channel}")
                     delay_s = 0.1
-                    # What was told while nobody listened is unknown: look once.
+                    # Notifications from before LISTEN are lost: look once.
                     self._wake()
                     async for notice in connection.notifies():
                         if notice.channel == COMMANDS:
@@ -131,14 +128,14 @@ class Notifications:
 
     def _take(self, text: str) -> None:
         try:
-            told = _told.decode(text)
+            message = _commands.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            # Of a newer version, or nobody's: whoever it was for hears of it with its next heartbeat.
-            _log.debug("a command could not be read: %r", error)
+            # A newer version's, or invalid: the worker learns of the command with its next heartbeat.
+            _log.debug("a command cannot be decoded: %r", error)
             return
-        if told.sender != self._sender_id:
+        if message.sender != self._sender_id:
             for hear in self._hearers:
-                hear(told.worker_id, told.command)
+                hear(message.worker_id, message.command)
 
     def _relearn(self) -> None:
         for relearn in self._learners:
@@ -156,8 +153,3 @@ class Notifications:
                 with suppress(asyncio.CancelledError):
                     await task
         self._sender = self._reader = None
-
-
-async def _notify(sender: str, channels: set[str], step: SqlStep) -> None:
-    for channel in channels:
-        step.add("SELECT pg_notify(%s, %s)", (channel, sender))

@@ -1,4 +1,4 @@
-"""The tenant's side in the same database: jobs with payload and result, read only. The store's writes keep them."""
+"""Reads whole jobs, with payload and result. The store writes them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ LEFT JOIN comfyfleet.dispatches d ON d.job_id = j.job_id
 LEFT JOIN comfyfleet.ended e ON e.job_id = j.job_id
 """
 
-# Each walks along an index in the order of submission, or over the open jobs only.
+# Each uses an index in the order of submission, or only the open jobs.
 _ALL = _GET + "WHERE true"
-_OPEN = """
-SELECT j.job_id, j.tenant, j.reference, j.record, j.payload, j.result, s.job_phase FROM comfyfleet.dispatches s
-JOIN comfyfleet.jobs j ON j.job_id = s.job_id WHERE s.phase = %(phase)s
-"""
-_ENDED = """
-SELECT j.job_id, j.tenant, j.reference, j.record, j.payload, j.result, s.job_phase FROM comfyfleet.ended s
+_OF_PHASE = """
+SELECT j.job_id, j.tenant, j.reference, j.record, j.payload, j.result, s.job_phase FROM comfyfleet.{table} s
 JOIN comfyfleet.jobs j ON j.job_id = s.job_id WHERE s.phase = %(phase)s
 """
 
@@ -38,11 +34,8 @@ class PostgresRecords:
         return await self._one(_GET + "WHERE j.tenant = %s AND j.reference = %s", (tenant, reference))
 
     async def _one(self, query: str, values: tuple[str, ...]) -> Job | None:
-        async def read(step: SqlStep) -> Job | None:
-            row = await step.row(query, values)
-            return None if row is None else codec.decode_job(*row)
-
-        return await self._pool.read(read)
+        found = await self._pool.fetch(query, values)
+        return codec.decode_job(*found[0]) if found else None
 
     async def listing(
         self,
@@ -56,7 +49,8 @@ class PostgresRecords:
         async def read(step: SqlStep) -> list[Job]:
             query, place = _ALL, "j.sequence"
             if phase is not None:
-                query, place = _ENDED if phase.is_final else _OPEN, "s.sequence"
+                query = _OF_PHASE.format(table="ended" if phase.is_final else "dispatches")
+                place = "s.sequence"
             beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
             values: dict[str, object] = {"tenant": tenant, "phase": phase, "limit": limit, "after": after}
             if tenant is not None:
@@ -64,7 +58,7 @@ class PostgresRecords:
             if after is not None:
                 last = await step.row("SELECT sequence FROM comfyfleet.jobs WHERE job_id = %s", (after,))
                 if last is None:
-                    # What the page ended with is gone; its id still says when it was.
+                    # The last job of the previous page is gone; its id still gives its time.
                     query += f" AND j.job_id {beyond} %(after)s"
                 else:
                     values["sequence"] = last[0]

@@ -1,6 +1,7 @@
-"""The rows of one job and how they change together: its dispatch (open or ended), facts, attempts, record, counters.
+"""The rows of one job and how they change together: dispatch (open or ended), facts, attempts, record,
+counters.
 
-Every function works inside a transaction that holds the dispatch's row. Which change is allowed was decided before.
+Each function runs in a transaction that has locked the dispatch's row, after the guard was checked.
 """
 
 from __future__ import annotations
@@ -100,8 +101,13 @@ _LAST_ATTEMPT = """
 SELECT body FROM comfyfleet.attempts WHERE job_id = %s ORDER BY lease_number DESC LIMIT 1
 """
 
-# Two lines, each in the order of the index: the young of one hold up nobody in the other. What is asked of a row is
-# asked again when it is locked: by then it may have been opened again, and ended anew.
+_INSERT_JOB = """
+INSERT INTO comfyfleet.jobs (job_id, sequence, tenant, reference, record, payload, result)
+VALUES (%s, nextval('comfyfleet.job_sequence'), %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING sequence
+"""
+
+# Two queues, each in index order: young jobs in one must not delay the other. The conditions are checked
+# again on the locked row, because the job may have been opened again.
 _PURGE = """
 WITH line AS (
     (SELECT job_id, ended_at FROM comfyfleet.ended WHERE phase = %(phase)s AND NOT is_apart AND NOT is_unsettled
@@ -119,7 +125,7 @@ DELETE FROM comfyfleet.ended USING old WHERE ended.job_id = old.job_id RETURNING
 
 
 class LockedDispatch(msgspec.Struct, frozen=True):
-    """A dispatch whose row this transaction holds."""
+    """A dispatch whose row this transaction has locked."""
 
     dispatch: Dispatch
     fact_count: int
@@ -133,14 +139,14 @@ def held(row: Sequence[Any]) -> LockedDispatch:
 
 
 class LockedJob(msgspec.Struct, frozen=True):
-    """All of a job that a write may change, read under its lock, and the time then."""
+    """All parts of a job that a write may change, read under its lock, and the time."""
 
     held: LockedDispatch
     now: float
     record: str
     attempt: str | None
     charge: float | None
-    """The virtual time that the lease on it was charged with."""
+    """The virtual time that its lease was charged."""
     is_fair: bool
     """Tenants have terms, and leases are charged."""
 
@@ -150,9 +156,9 @@ def moment(test_now: float | None) -> tuple[str, Values]:
 
 
 async def open_for_write(step: SqlStep, job_id: JobId, test_now: float | None) -> LockedJob | None:
-    """Looked for among the open first. One that moves in between has been written, so no guard on it would hold."""
+    """Looks among open jobs first. A job that moves in between was written, so no guard on it would hold."""
     for lock in (_LOCK_OPEN, _LOCK_ENDED):
-        # One after the other: what follows the lock sees what whoever held it before has written.
+        # In sequence: the statements after the lock see what its previous holder wrote.
         found, ((now,),), record, attempt = await step.ask(
             (lock, (job_id,)), moment(test_now), (_RECORD, (job_id,)), (_LAST_ATTEMPT, (job_id,))
         )
@@ -165,18 +171,26 @@ async def open_for_write(step: SqlStep, job_id: JobId, test_now: float | None) -
 
 
 async def has_classes(step: SqlStep, keys: Sequence[ClassKey]) -> bool:
-    """And they stay in the table until this transaction ends."""
+    """Also keeps them in the table until this transaction ends."""
     wanted = sorted(set(keys))
     found = await step.rows(HOLD_CLASSES, (wanted,))
     return len(found) == len(wanted)
 
 
 def classes_of(dispatch: Dispatch) -> list[ClassKey]:
-    """Those an open dispatch keeps in the table."""
+    """The classes that an open dispatch keeps in the table."""
     if dispatch.phase.is_final:
         return []
     relaxed = dispatch.relaxed_class
     return [dispatch.class_key] if relaxed is None else [dispatch.class_key, relaxed]
+
+
+async def insert_record(step: SqlStep, job: Job) -> int | None:
+    """Returns the sequence number. None: the id or the reference is taken."""
+    record, payload = codec.encode_record(job), codec.encode(job.payload)
+    values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
+    inserted = await step.row(_INSERT_JOB, values)
+    return None if inserted is None else int(inserted[0])
 
 
 async def insert(
@@ -206,8 +220,7 @@ async def change(
 def grant(
     step: SqlStep, taken: Sequence[tuple[LockedDispatch, LeaseOffer, float | None]], epoch: int, now: float
 ) -> list[WriteResult]:
-    """Leases, however many, in three statements and the counters: jobs that stood in their lanes leave them. With each
-    the virtual time that it is charged with, where tenants have terms."""
+    """Leases any number of jobs in three statements and the counters, with charges in virtual time."""
     written, attempts, facts, leases = [], [], [], []
     for before, offer, charge in taken:
         after, lease, attempt, fact = granted(before.dispatch, offer, epoch, now, before.fact_count)
@@ -229,7 +242,7 @@ def grant(
 
 
 def extend(step: SqlStep, dispatch: Dispatch) -> None:
-    """A heartbeat: the end of the lease moves and nothing else does."""
+    """A heartbeat moves only the end of the lease."""
     step.add(
         "UPDATE comfyfleet.dispatches SET due_at = %s, envelope = %s WHERE job_id = %s",
         (dispatch.due_at, codec.encode(dispatch), dispatch.job_id),
@@ -252,13 +265,13 @@ def end_attempt(step: SqlStep, opened: LockedJob, end: AttemptEnd) -> None:
 
 
 def change_record(step: SqlStep, opened: LockedJob, values: dict[str, Any]) -> Phase:
-    """Writes the new values of a job's record and answers its phase, which is kept with the dispatch."""
+    """Writes the changes of a job's record and returns its phase, which is kept with the dispatch."""
     held = opened.held
     job = msgspec.structs.replace(codec.decode_record(held.dispatch, opened.record, held.job_phase), **values)
     columns: dict[str, str | None] = {}
     if (record := codec.encode_record(job)) != opened.record:
         columns["record"] = record
-    # What may be large is written only when it is new.
+    # Large parts are written only when they change.
     for name in ("payload", "result"):
         if name in values:
             columns[name] = codec.encode_or_none(values[name])
@@ -280,7 +293,7 @@ async def read_facts(step: SqlStep, job_id: JobId, after: int) -> list[Fact]:
 
 
 async def mark_late(step: SqlStep, ref: LeaseRef) -> None:
-    """Nothing is late about an attempt that still runs."""
+    """An attempt that still runs is not late."""
     row = await step.row(
         "SELECT body FROM comfyfleet.attempts WHERE job_id = %s AND lease_number = %s AND attempt_id = %s "
         "AND outcome <> %s FOR UPDATE",
@@ -295,7 +308,7 @@ async def mark_late(step: SqlStep, ref: LeaseRef) -> None:
 
 
 async def purge(step: SqlStep, phase: Phase, before: float, limit: int, test_now: float | None) -> int:
-    """Forgets what ended before, and all that was kept with it. Leaves alone what somebody is just opening again."""
+    """Removes jobs that ended before, with all their rows. Skips jobs that are being opened again."""
     ((now,),) = await step.rows(*moment(test_now))
     values = {
         "phase": phase.value,
@@ -314,7 +327,7 @@ async def purge(step: SqlStep, phase: Phase, before: float, limit: int, test_now
 
 
 async def import_jobs(step: SqlStep, whole: JobSnapshot, sequence: int, now: float) -> Dispatch:
-    """The rows of a job that came from another store; that of its record is written already."""
+    """The rows of an imported job, except its record, which exists already."""
     placed = msgspec.structs.replace(whole.dispatch, sequence=sequence)
     await _save(step, None, placed, len(whole.facts), whole.job.phase, now)
     _insert_facts(step, whole.facts)
@@ -353,7 +366,7 @@ async def discard(step: SqlStep, job_id: JobId, revision: int) -> bool:
 
 
 def tally(step: SqlStep, deltas: dict[str, int]) -> None:
-    """The last statement of a transaction: the counters' row is held as briefly as can be."""
+    """The last statement of a transaction, so that the counters' row is locked briefly."""
     if any(deltas.values()):
         step.add_last(_TALLY, {name: deltas.get(name, 0) for name in _COUNTERS})
 

@@ -1,9 +1,7 @@
-"""The schema's versions: migrations are applied in order, each once, with a checksum kept of each.
+"""Applies migrations in order, once each, with checksums, and checks the server before use.
 
-All that is missing is applied in one transaction under an advisory lock of that transaction, so any number of processes
-may start at once, and a failing step leaves the schema as it was.
-
-What a PostgreSQL must be and do before jobs are entrusted to it.
+All missing migrations are one transaction under an advisory lock, so any number of processes may start at
+once, and a failure changes nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from comfyfleet.stores.postgres.connections import Connection
 
 
 class Schema(NamedTuple):
-    """Tables that have their versions together."""
+    """Tables that are migrated together."""
 
     name: str
     lock: int
-    """A number that only their migrations take."""
+    """The advisory lock of their migrations."""
 
 
 # The number is "comfy" in ASCII.
@@ -40,13 +38,13 @@ def known_migrations() -> list[Migration]:
 
 
 async def migrate(connection: Connection, migrations: Sequence[Migration], schema: Schema = JOBS) -> None:
-    """Brings the schema up to date, or raises a fault and changes nothing."""
+    """Migrates the schema, or raises a fault and changes nothing."""
     if not await missing_migrations(connection, migrations, schema):
         return
     try:
         async with connection.transaction():
             await connection.execute("SELECT pg_advisory_xact_lock(%s)", (schema.lock,))
-            # Another process may have done it while this one waited for the lock.
+            # Another process may have migrated while this one waited for the lock.
             missing = await missing_migrations(connection, migrations, schema)
             if missing and missing[0] is migrations[0]:
                 await connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema.name}".encode())
@@ -59,8 +57,8 @@ async def migrate(connection: Connection, migrations: Sequence[Migration], schem
                 )
     except psycopg.Error as error:
         raise Fault(
-            f"PostgreSQL refused to set up the tables of ComfyFleet and nothing was changed: {error}; the user of "
-            f"the URL needs the right to create in this database (or a schema `{schema.name}` of its own)"
+            f"PostgreSQL refused to set up the tables of ComfyFleet, and nothing was changed: {error}; the user in "
+            f"the URL needs the right to create in this database (or to own a schema `{schema.name}`)"
         ) from error
 
 
@@ -71,21 +69,21 @@ async def missing_migrations(
     newest = migrations[-1].number
     if applied and max(applied) > newest:
         raise Fault(
-            f"the tables of ComfyFleet in this database are of version {max(applied)}, this program knows {newest}: "
+            f"the tables of ComfyFleet in this database have version {max(applied)}, this program knows {newest}: "
             "they were made by a newer ComfyFleet; upgrade this one"
         )
     for each in migrations:
         if applied.get(each.number, each.checksum) != each.checksum:
             raise Fault(
                 f"migration {each.number:04d}_{each.name} was applied to this database from another text than this "
-                "program has: one of the two was changed by hand; use the release that set the database up, or "
-                "move what it holds to a fresh database"
+                "program has: one of the two was edited; use the release that set the database up, or move its "
+                "jobs to a new database"
             )
     return [each for each in migrations if each.number not in applied]
 
 
 async def _applied(connection: Connection, schema: Schema) -> dict[int, str]:
-    # Asked of the catalogue itself: `to_regclass` may answer from what this connection remembers.
+    # From the catalogue: `to_regclass` may answer from this connection's cache.
     cursor = await connection.execute(
         "SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
         "WHERE n.nspname = %s AND c.relname = 'migrations'",

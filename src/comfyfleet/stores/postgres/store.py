@@ -1,7 +1,7 @@
-"""The door of the PostgreSQL store: each method of the port is one transaction, whole or not at all.
+"""The port on PostgreSQL: each method is one transaction.
 
-It applies the values the engine hands it under their guards; how lanes are looked at is `lanes.py`'s, which rows change
-together `rows.py`'s. Time is the server's, unless a test lends its own clock.
+It applies writes under their guards; `lanes.py` finds jobs, `rows.py` changes rows. Time is the server's,
+except in tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
 from comfyfleet.stores.guards import extended, holds, is_held
 from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lanes, leases, rows
-from comfyfleet.stores.postgres.connections import CallBatcher, ConnectionPool, Later, Row, SqlStep, Values
+from comfyfleet.stores.postgres.connections import CallBatcher, ConnectionPool, Later, SqlStep, Values
 from comfyfleet.stores.postgres.documents import PostgresDocumentStore
 from comfyfleet.stores.postgres.job_import import PostgresJobTransfer
 from comfyfleet.stores.postgres.notifications import TABLE, Notifications
@@ -59,7 +59,7 @@ SELECT envelope FROM comfyfleet.dispatches WHERE poll_id = %s ORDER BY lease_ord
 
 _LEASES_OF = "SELECT envelope FROM comfyfleet.dispatches WHERE worker_id = ANY (%s) ORDER BY lease_order"
 
-# Locked in one order, so that two heartbeats never wait for each other.
+# Locked in one order, so that two heartbeats never deadlock.
 _HOLD_LEASES = """
 SELECT envelope FROM comfyfleet.dispatches WHERE job_id = ANY (%s) ORDER BY job_id FOR UPDATE
 """
@@ -98,10 +98,6 @@ _UNSETTLED = """
 SELECT envelope FROM comfyfleet.ended WHERE is_unsettled AND job_id > %s ORDER BY job_id LIMIT %s
 """
 
-_INSERT_JOB = """
-INSERT INTO comfyfleet.jobs (job_id, sequence, tenant, reference, record, payload, result)
-VALUES (%s, nextval('comfyfleet.job_sequence'), %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING sequence
-"""
 
 _KNOWN_JOB = """
 SELECT job_id FROM comfyfleet.jobs WHERE job_id = %(job_id)s
@@ -110,13 +106,17 @@ UNION ALL SELECT job_id FROM comfyfleet.jobs WHERE tenant = %(tenant)s AND refer
 
 
 class PostgresStore:
+    is_shared = True
+    direct_workers = None
+    peer_channel = None
+
     def __init__(self, url: str, *, connections: int = 8, clock_for_tests: Clock | None = None) -> None:
         self._pool = ConnectionPool(url, connections)
         self._hints = Notifications(self._pool)
         self._test_clock = clock_for_tests
         self._epoch = 1
         self._is_fair = False
-        """Whether tenants have terms, as far as was heard here."""
+        """Whether tenants have terms, as far as this process knows."""
         self._leases = CallBatcher(self._lease_group)
         self.records = PostgresRecords(self._pool)
         self.documents = PostgresDocumentStore(self._pool)
@@ -127,18 +127,6 @@ class PostgresStore:
     def epoch(self) -> int:
         return self._epoch
 
-    @property
-    def is_shared(self) -> bool:
-        return True
-
-    @property
-    def direct_workers(self) -> None:
-        return None
-
-    @property
-    def peer_channel(self) -> None:
-        return None
-
     async def open(self) -> None:
         connection = await self._pool.connect()
         try:
@@ -147,11 +135,11 @@ class PostgresStore:
                 await migrate(connection, known_migrations())
                 cursor = await connection.execute("SELECT epoch, is_fair FROM comfyfleet.state")
                 row = await cursor.fetchone()
-                assert row is not None, "the first migration puts it there"
+                assert row is not None, "the first migration inserts it"
                 self._epoch, self._is_fair = row
         except psycopg.Error as error:
             raise Fault(
-                f"PostgreSQL at {self._pool.address} hung up while the store was being opened: "
+                f"PostgreSQL at {self._pool.address} closed the connection while the store was opened: "
                 f"{' '.join(str(error).split())}; try again when it runs"
             ) from error
         self._hints.open()
@@ -174,11 +162,11 @@ class PostgresStore:
 
     @property
     def _test_now(self) -> float | None:
-        """None: time is the server's."""
+        """None: the server's time."""
         return None if self._test_clock is None else self._test_clock.now()
 
     async def now(self) -> float:
-        return float((await self._fetch(*rows.moment(self._test_now)))[0][0])
+        return float((await self._pool.fetch(*rows.moment(self._test_now)))[0][0])
 
     async def _transact(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
         return await self._pool.transact(lambda step: work(step, *values))
@@ -194,20 +182,10 @@ class PostgresStore:
     async def _read(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
         return await self._pool.read(lambda step: work(step, *values))
 
-    async def _fetch(self, query: str, values: Values = ()) -> list[Row]:
-        return await self._pool.read(lambda step: step.rows(query, values))
-
-    async def _do(self, *statements: tuple[str, Values]) -> None:
-        async def act(step: SqlStep) -> None:
-            for query, values in statements:
-                step.add(query, values)
-
-        await self._pool.transact(act)
-
     async def _dispatches(self, query: str, values: Values) -> list[Dispatch]:
-        return [codec.decode_dispatch(row[0]) for row in await self._fetch(query, values)]
+        return [codec.decode_dispatch(row[0]) for row in await self._pool.fetch(query, values)]
 
-    # the table profile × class
+    # eligibility matrix
 
     async def table(self) -> EligibilityMatrix:
         return await self._read(eligibility.read)
@@ -239,15 +217,17 @@ class PostgresStore:
         return await self._transact(blocks.note_worker, worker_id, delta)
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
-        found = await self._fetch("SELECT body FROM comfyfleet.workers WHERE worker_id = %s", (worker_id,))
+        found = await self._pool.fetch(
+            "SELECT body FROM comfyfleet.workers WHERE worker_id = %s", (worker_id,)
+        )
         return codec.decode_worker(found[0][0]) if found else None
 
     async def workers(self) -> list[WorkerRecord]:
-        found = await self._fetch("SELECT body FROM comfyfleet.workers ORDER BY number")
+        found = await self._pool.fetch("SELECT body FROM comfyfleet.workers ORDER BY number")
         return [codec.decode_worker(row[0]) for row in found]
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        await self._do(
+        await self._pool.execute(
             ("DELETE FROM comfyfleet.workers WHERE worker_id = %s", (worker_id,)),
             ("DELETE FROM comfyfleet.blocks WHERE worker_id = %s", (worker_id,)),
         )
@@ -272,26 +252,24 @@ class PostgresStore:
             (fair_share.IS_FAIR, ()),
         )
         has_classes = len(held) == len(classes)
-        record, payload = codec.encode_record(job), codec.encode(job.payload)
-        values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
         while True:
-            # The very same job needs no class: it may have ended, and its class have gone since.
+            # The same job needs no class: it may have ended, and its class may be gone.
             is_answer = bool(known) and (has_classes or known[0][0] == dispatch.job_id)
             if is_answer and (found := await self._known(step, known[0][0])) is not None:
                 return found
             if not has_classes:
                 return None
-            inserted = await step.row(_INSERT_JOB, values)
-            if inserted is not None:
+            sequence = await rows.insert_record(step, job)
+            if sequence is not None:
                 if is_fair and dispatch.stands_in_lane:
                     await fair_share.begin_to_wait(step, dispatch.tenant)
-                placed = msgspec.structs.replace(dispatch, sequence=inserted[0])
+                placed = msgspec.structs.replace(dispatch, sequence=sequence)
                 return await rows.insert(step, placed, job, facts, now)
-            # Somebody else was faster with the same name.
+            # Another transaction inserted the same id or reference first.
             known = await step.rows(_KNOWN_JOB, names)
 
     async def _known(self, step: SqlStep, job_id: JobId) -> WriteResult | None:
-        """None: it was purged since it was found."""
+        """None: it was purged meanwhile."""
         row = await step.row(_LOAD, {"job_id": job_id})
         return None if row is None else WriteResult(codec.decode_dispatch(row[0]), ())
 
@@ -300,7 +278,7 @@ class PostgresStore:
         return found[0] if found else None
 
     async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
-        found = await self._fetch(_LOAD_MANY, {"jobs": list(job_ids)})
+        found = await self._pool.fetch(_LOAD_MANY, {"jobs": list(job_ids)})
         known = {job_id: codec.decode_dispatch(envelope) for job_id, envelope in found}
         return [known.get(job_id) for job_id in job_ids]
 
@@ -313,7 +291,7 @@ class PostgresStore:
         return await self._share(leases.lease, job_id, offer, self._epoch, self._test_now)
 
     async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        """Whoever asks while others of the same profile are being answered is answered together with the next."""
+        """Calls of one profile that arrive while others are answered go together."""
         return await self._leases.ask(offer.profile, offer)
 
     async def _lease_group(self, offers: Sequence[LeaseOffer]) -> list[WriteResult | None]:
@@ -337,7 +315,7 @@ class PostgresStore:
     async def _write(
         self, step: SqlStep, write: Write, is_fair: bool, *, leases: bool = False
     ) -> tuple[WriteResult | None, Later | None]:
-        """And where it ends a lease, what becomes of its tenant. `leases`: another follows in this transaction."""
+        """Also returns whether its tenant is readmitted. `leases`: a lease follows in this transaction."""
         opened = await rows.open_for_write(step, write.job_id, self._test_now)
         if opened is None or not holds(opened.held.dispatch, write):
             return None, None
@@ -345,15 +323,15 @@ class PostgresStore:
             raise fair_share.FairShareBegan
         before, freed = opened.held.dispatch, None
         after = write.change.apply(before)
-        # The classes of an open job are in the table for as long as it is open.
+        # The table keeps the classes of an open job.
         added = [key for key in rows.classes_of(after) if key not in rows.classes_of(before)]
         if added and not await rows.has_classes(step, added):
             return None, None
         if is_fair and leases:
-            # After the job and before any tenant, as whoever leases does.
+            # After the job and before any tenant, as in leasing.
             step.add(fair_share.HOLD)
         if before.lease is not None and after.lease is None:
-            assert write.attempt_end is not None, "whoever ends a lease says how its attempt ended"
+            assert write.attempt_end is not None, "a write that ends a lease has an attempt_end"
             rows.end_attempt(step, opened, write.attempt_end)
             if is_fair:
                 freed = fair_share.end(step, opened, write.attempt_end)
@@ -416,15 +394,15 @@ class PostgresStore:
         )
 
     async def next_due(self) -> float | None:
-        ((at,),) = await self._fetch(_NEXT_DUE)
+        ((at,),) = await self._pool.fetch(_NEXT_DUE)
         return None if at is None else float(at)
 
     async def counts(self) -> Counts:
-        ((waiting, delayed, paused, *by_phase, payload_bytes),) = await self._fetch(_COUNTS)
+        ((waiting, delayed, paused, *by_phase, payload_bytes),) = await self._pool.fetch(_COUNTS)
         return Counts(waiting, delayed, paused, dict(zip(Phase, by_phase, strict=True)), payload_bytes)
 
     async def position(self, job_id: JobId) -> int | None:
-        found = await self._fetch(_POSITION, (job_id,))
+        found = await self._pool.fetch(_POSITION, (job_id,))
         return int(found[0][0]) if found else None
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
@@ -437,25 +415,25 @@ class PostgresStore:
         return await self._transact(rows.purge, phase, before, limit, self._test_now)
 
     async def pause_queue(self, is_paused: bool) -> None:
-        await self._do(("UPDATE comfyfleet.state SET is_paused = %s", (is_paused,)))
+        await self._pool.execute(("UPDATE comfyfleet.state SET is_paused = %s", (is_paused,)))
         self._hints.tell()
 
     async def is_queue_paused(self) -> bool:
-        return bool((await self._fetch("SELECT is_paused FROM comfyfleet.state"))[0][0])
+        return bool((await self._pool.fetch("SELECT is_paused FROM comfyfleet.state"))[0][0])
 
-    # what is kept with a job
+    # facts and attempts
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         return await self._read(rows.read_facts, job_id, after)
 
     async def attempts(self, job_id: JobId) -> list[Attempt]:
         query = "SELECT body FROM comfyfleet.attempts WHERE job_id = %s ORDER BY lease_number"
-        return [codec.decode_attempt(row[0]) for row in await self._fetch(query, (job_id,))]
+        return [codec.decode_attempt(row[0]) for row in await self._pool.fetch(query, (job_id,))]
 
     async def mark_late(self, ref: LeaseRef) -> None:
         await self._transact(rows.mark_late, ref)
 
-    # blocks and lessons
+    # blocks and workflow statistics
 
     async def get_block(self, pair: Pair) -> Block | None:
         return await self._read(blocks.get_block, pair)

@@ -37,9 +37,9 @@ class EndedJobs:
         settled_before = last_to_go(before, store._clock.now())
         # Two queues: young jobs in one must not delay the other.
         plain = takewhile(lambda row: row.ended_at < before, store._disk.ended(phase, limit, False))
-        apart = takewhile(lambda row: row.ended_at < settled_before, store._disk.ended(phase, limit, True))
+        settled = takewhile(lambda row: row.ended_at < settled_before, store._disk.ended(phase, limit, True))
         # A job with a pending write may be retried.
-        gone = [row for row in islice(merge(plain, apart), limit) if not store._writer.is_pending(row.job_id)]
+        gone = [row for row in islice(merge(plain, settled), limit) if not store._writer.is_pending(row.job_id)]
         if gone:
             batch = store._writer.batch()
             for row in gone:

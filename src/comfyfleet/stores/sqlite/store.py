@@ -15,7 +15,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.calls import Command
@@ -47,6 +47,7 @@ from comfyfleet.stores.sqlite.job_import import SqliteJobTransfer
 from comfyfleet.stores.sqlite.reader import DatabaseReader, RecentRecords, SqliteRecords
 from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
 
+_P = ParamSpec("_P")
 _LEASED: dict[str, Any] = {"phase": Phase.LEASED}
 
 
@@ -121,10 +122,8 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         if dropped is None:
             return False
         known = self._state.index.profiles()
-        batch = self._writer.batch()
         fitting = [each for each in fits if is_new and each in known]
-        codec.put_class(batch, cls, fitting, dropped, self._state.table_version)
-        await self._writer.written(batch)
+        await self._commit(codec.put_class, cls, fitting, dropped, self._state.table_version)
         return True
 
     async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
@@ -132,9 +131,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         is_new = profile not in self._state.index.profiles()
         if not self._state.put_profile(profile, fits, version=version):
             return False
-        batch = self._writer.batch()
-        codec.put_profile(batch, profile, fits if is_new else (), self._state.table_version)
-        await self._writer.written(batch)
+        await self._commit(codec.put_profile, profile, fits if is_new else (), self._state.table_version)
         return True
 
     async def drop_profiles(self, unused: Collection[ProfileKey]) -> None:
@@ -151,9 +148,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
     async def put_worker(self, worker: WorkerRecord) -> None:
         blob = self._check(worker)
         self._state.workers[worker.worker_id] = worker
-        batch = self._writer.batch()
-        codec.put_worker(batch, worker.worker_id, blob)
-        await self._writer.written(batch)
+        await self._commit(codec.put_worker, worker.worker_id, blob)
 
     async def add_worker(self, worker: WorkerRecord) -> bool:
         if worker.worker_id in self._state.workers:
@@ -189,9 +184,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         self._check(worker_id)
         self._state.workers.pop(worker_id, None)
         self._state.blocks.forget_worker(worker_id)
-        batch = self._writer.batch()
-        codec.remove_worker(batch, worker_id)
-        await self._writer.written(batch)
+        await self._commit(codec.remove_worker, worker_id)
 
     # dispatches
 
@@ -235,18 +228,14 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         while (written := self._state.lease(job_id, offer)) is None:
             if await self._is_settled(job_id):
                 return None
-        batch = self._writer.batch()
-        self._granted(batch, written)
-        await self._writer.written(batch)
+        await self._commit(self._granted, written)
         return written
 
     async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         self._check(offer)
         written = self._state.lease_next(offer)
         if written is not None:
-            batch = self._writer.batch()
-            self._granted(batch, written)
-            await self._writer.written(batch)
+            await self._commit(self._granted, written)
         return written
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
@@ -259,9 +248,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
     async def write(self, write: Write) -> WriteResult | None:
         written = await self._write(write)
         if written is not None:
-            batch = self._writer.batch()
-            self._changed(batch, write, written)
-            await self._writer.written(batch)
+            await self._commit(self._changed, write, written)
         return written
 
     async def finish_and_lease_next(
@@ -314,9 +301,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
     async def pause_queue(self, is_paused: bool) -> None:
         self._writer.check()
         self._state.is_paused = is_paused
-        batch = self._writer.batch()
-        codec.pause(batch, is_paused)
-        await self._writer.written(batch)
+        await self._commit(codec.pause, is_paused)
 
     async def is_queue_paused(self) -> bool:
         await self._wait(Area.PAUSE)
@@ -340,9 +325,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         self._writer.check()
         self._ended.bring_back(ref.job_id)
         if self._state.mark_late(ref):
-            batch = self._writer.batch()
-            codec.update(batch, self._state.entries[ref.job_id])
-            await self._writer.written(batch)
+            await self._commit(codec.update, self._state.entries[ref.job_id])
         else:
             self._ended.let_go(ref.job_id)
 
@@ -359,9 +342,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
     async def put_block(self, block: Block) -> None:
         self._check(block)
         forgotten = self._state.blocks.put(block)
-        batch = self._writer.batch()
-        codec.put_blocks(batch, (block,), () if forgotten is None else (forgotten,))
-        await self._writer.written(batch)
+        await self._commit(codec.put_blocks, (block,), () if forgotten is None else (forgotten,))
 
     async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
         self._check(list(pairs))
@@ -378,9 +359,9 @@ class SqliteStore(InProcessStore[SqliteEntry]):
 
     async def put_workflow_stats(self, stats: WorkflowStats) -> None:
         blob = self._check(stats)
-        batch = self._writer.batch()
-        codec.put_workflow_stats(batch, stats.workflow_hash, blob, self._state.workflow_stats.put(stats))
-        await self._writer.written(batch)
+        await self._commit(
+            codec.put_workflow_stats, stats.workflow_hash, blob, self._state.workflow_stats.put(stats)
+        )
 
     async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         stats = delta.apply(self._state.workflow_stats.get(delta.workflow_hash))
@@ -393,6 +374,14 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         """Checks, before any change, that the value can be encoded and the writer works."""
         self._writer.check()
         return pack(value)
+
+    async def _commit(
+        self, change: Callable[Concatenate[Batch, _P], None], *values: _P.args, **named: _P.kwargs
+    ) -> None:
+        """Adds the change to the open batch and waits for its commit."""
+        batch = self._writer.batch()
+        change(batch, *values, **named)
+        await self._writer.written(batch)
 
     async def _write(self, write: Write) -> WriteResult | None:
         self._check(write)
@@ -426,9 +415,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
 
     async def _lifted(self, blocks: list[Block]) -> list[Block]:
         if blocks:
-            batch = self._writer.batch()
-            codec.lift(batch, [block.pair for block in blocks])
-            await self._writer.written(batch)
+            await self._commit(codec.lift, [block.pair for block in blocks])
         return blocks
 
     async def _is_settled(self, key: Key) -> bool:
