@@ -276,7 +276,7 @@ async def test_a_known_job_that_is_purged_while_others_are_taken_in_is_answered_
     disk = SlowDisk(monkeypatch)
     # Something is being written; the purge waits for it, so it comes into the group behind that of the jobs taken in.
     written = asyncio.ensure_future(bench.enqueue())
-    while not isinstance(bench.store, SqliteStore) or bench.store._writer._flying is None:
+    while not isinstance(bench.store, SqliteStore) or bench.store._writer._in_flight is None:
         await asyncio.sleep(0)
     purging = asyncio.ensure_future(bench.store.purge(Phase.COMPLETED, bench.clock.now(), 10))
     await asyncio.sleep(0)

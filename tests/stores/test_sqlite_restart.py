@@ -131,7 +131,7 @@ async def test_a_reference_of_an_ended_job_is_still_answered_with_it_after_a_res
 _CHILD = """
 import asyncio, sys
 from pathlib import Path
-from comfyfleet.testing.contract.store_bench import FAST, HASH, A, Bench, completion, failure
+from comfyfleet.testing.contract.store_bench import FAST, HASH, A, completion, failure
 from tests.stores._sqlite import make_bench
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord

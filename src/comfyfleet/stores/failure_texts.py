@@ -27,7 +27,7 @@ COLLECTION = "failure_texts"
 
 _IN_TENANT_DATABASE = "the failure text is in the tenant's database: "
 _WAITING = "the failure text waits for a hub to move it to the tenant's database: "
-_TELLING = (FactKind.FAILED, FactKind.RETRYING)
+_FAILURE_FACTS = (FactKind.FAILED, FactKind.RETRYING)
 _PUBLIC = ("kind", "worker_id", "lease", "not_before")
 """Public fields of a fact's data."""
 
@@ -43,7 +43,7 @@ def text_of(write: Write) -> FailureText | None:
     end = write.attempt_end
     if end is None or end.failure is None or end.failure.kind in _OWN:
         return None
-    data = next((fact.data for fact in write.facts if fact.kind in _TELLING), None)
+    data = next((fact.data for fact in write.facts if fact.kind in _FAILURE_FACTS), None)
     return FailureText(end.failure, data or {})
 
 
@@ -56,7 +56,7 @@ def without_text(write: Write, attempt_id: str, *, is_left: bool = False) -> Wri
     if end is not None and end.failure is not None:
         end = msgspec.structs.replace(end, failure=_withheld(end.failure, place))
     facts = tuple(
-        FactDraft(each.kind, _withheld_data(each.data, place)) if each.kind in _TELLING else each
+        FactDraft(each.kind, _withheld_data(each.data, place)) if each.kind in _FAILURE_FACTS else each
         for each in write.facts
     )
     return msgspec.structs.replace(write, job=job, attempt_end=end, facts=facts)
@@ -101,7 +101,7 @@ def is_left(value: Job | Attempt | Fact) -> bool:
 
 def _message_of(value: Job | Attempt | Fact) -> str:
     if isinstance(value, Fact):
-        message = (value.data or {}).get("message") if value.kind in _TELLING else None
+        message = (value.data or {}).get("message") if value.kind in _FAILURE_FACTS else None
     else:
         message = None if value.failure is None else value.failure.message
     return message if isinstance(message, str) else ""
@@ -178,7 +178,7 @@ class _WithoutHub:
         if isinstance(write.guard, AtRevision) and write.guard.revision != dispatch.revision:
             # The write is out of date: another worker may hold the lease by now.
             return None
-        attempt_id = await self._leave(dispatch, text)
+        attempt_id = await self._store_text(dispatch, text)
         written = await self._store.write(without_text(write, attempt_id, is_left=True))
         return told(written, write)
 
@@ -189,7 +189,7 @@ class _WithoutHub:
             return await self._store.finish_and_lease_next(write, offer)
         return await self.write(write), await self._store.lease_next(offer)
 
-    async def _leave(self, dispatch: Dispatch, text: FailureText) -> str:
+    async def _store_text(self, dispatch: Dispatch, text: FailureText) -> str:
         """Stores the text before the failure is written."""
         attempt_id = dispatch.lease_ref().attempt_id
         hold_id = HoldId(dispatch.job_id, dispatch.round)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from comfyfleet.model.block import Block, Pair
-from comfyfleet.model.calls import Command
+from comfyfleet.model.calls import Command, JobSnapshot
 from comfyfleet.model.dispatch import (
     Attempt,
     Dispatch,
@@ -23,7 +23,7 @@ from comfyfleet.model.dispatch import (
     WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
@@ -32,16 +32,23 @@ from comfyfleet.ports import Clock, LeaseState
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.guards import may_go
 from comfyfleet.stores.inprocess.fair_share import MemoryFairShare
-from comfyfleet.stores.inprocess.job_import import MemoryJobTransfer
-from comfyfleet.stores.inprocess.memory_records import MemoryEntry, MemoryRecords
-from comfyfleet.stores.inprocess.queue_state import EndedLease
-from comfyfleet.stores.inprocess.store import InProcessStore
+from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
+from comfyfleet.stores.inprocess.store import InProcessStore, is_as_read, place
+
+
+class MemoryEntry(QueueEntry, kw_only=True, eq=False, gc=False):
+    job: Job
+    facts: tuple[Fact, ...] = ()
+
+    @property
+    def reference(self) -> str | None:
+        return self.job.reference
 
 
 class MemoryStore(InProcessStore[MemoryEntry]):
     def __init__(self, clock: Clock, epoch: int = 1) -> None:
         super().__init__(clock, epoch)
-        self.records = MemoryRecords(self._state.entries, self._state.references)
+        self.records = MemoryRecords(self._state)
         self.documents = MemoryDocumentStore()
         self.shares = MemoryFairShare(
             self._state.shares,
@@ -53,7 +60,7 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         }
         self._unsettled: list[JobId] = []
         """Sorted."""
-        self.moving = MemoryJobTransfer(self._state, clock.now, self._note_end, self._forget)
+        self.moving = MemoryJobTransfer(self)
 
     async def open(self) -> None:
         """Nothing to connect to."""
@@ -283,3 +290,81 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         if written is not None:
             self._state.entries[written.dispatch.job_id].facts += written.facts
         return written
+
+
+class MemoryRecords:
+    def __init__(self, queue: QueueState[MemoryEntry]) -> None:
+        self._entries = queue.entries
+        self._references = queue.references
+
+    async def get(self, job_id: JobId) -> Job | None:
+        entry = self._entries.get(job_id)
+        return None if entry is None else entry.job
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        job_id = self._references.get((tenant, reference))
+        return None if job_id is None else self._entries[job_id].job
+
+    async def listing(
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
+    ) -> list[Job]:
+        """Two ids of one millisecond may be out of order, so a page continues by sequence."""
+        last = None if after is None else self._entries.get(after)
+        page = []
+        for job_id, entry in reversed(self._entries.items()) if newest_first else self._entries.items():
+            if last is not None:
+                here, there = entry.dispatch.sequence, last.dispatch.sequence
+                if here >= there if newest_first else here <= there:
+                    continue
+            elif after is not None and (job_id >= after if newest_first else job_id <= after):
+                # The last job of the previous page is gone; its id still gives its time.
+                continue
+            if tenant not in (None, entry.job.tenant) or phase not in (None, entry.dispatch.phase):
+                continue
+            page.append(entry.job)
+            if len(page) == limit:
+                break
+        return page
+
+
+class MemoryJobTransfer:
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self._state = store._state
+
+    async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
+        if not all(self._state.has_classes(each.dispatch) for each in jobs):
+            return None
+        return [self._import_jobs(each).dispatch for each in jobs]
+
+    def _import_jobs(self, snapshot: JobSnapshot) -> MemoryEntry:
+        job = snapshot.job
+        known: JobId | None = job.job_id
+        if job.job_id not in self._state.entries and job.reference is not None:
+            known = self._state.references.get((job.tenant, job.reference))
+        if known is not None and (found := self._state.entries.get(known)) is not None:
+            return found
+        entry = place(
+            self._state, MemoryEntry(dispatch=snapshot.dispatch, job=job), snapshot, self._store._clock.now()
+        )
+        entry.facts = snapshot.facts
+        self._store._note_end(entry)
+        return entry
+
+    async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
+        answers = []
+        for read in jobs:
+            entry = self._state.entries.get(read.job_id)
+            answers.append(is_as_read(None if entry is None else entry.dispatch, read))
+            if entry is not None and answers[-1]:
+                self._store._forget(entry)
+        return answers
+
+    async def workflow_stats(self) -> list[WorkflowStats]:
+        return self._state.workflow_stats.listing()

@@ -81,7 +81,7 @@ _LOG = logging.getLogger(__name__)
 
 KEEP_S = 30.0
 RENEW_S = 365 * 86400.0
-_LOOK_AGAIN_S = 3600.0
+_REWRAP_EVERY_S = 3600.0
 """Another process may have wrapped a key with an old master key since."""
 _PAGE = 100
 _MOST_IN_MEMORY = 10_000
@@ -127,8 +127,8 @@ class Keyring:
         self._read = masters
         self._masters = masters()
         self._renew_s = renew_s
-        self._looked_with: MasterKeys | None = None
-        self._looked_at = 0.0
+        self._rewrapped_with: MasterKeys | None = None
+        self._rewrapped_at = 0.0
         self._current: dict[TenantId, tuple[DataKey, float]] = {}
         self._known: dict[tuple[TenantId, str], tuple[DataKey, float]] = {}
 
@@ -161,10 +161,10 @@ class Keyring:
         except (OSError, ValueError) as error:
             _LOG.error("the master keys cannot be read again, so the known ones stay in use: %s", error)
         now = self._clock.now()
-        if self._masters == self._looked_with and now < self._looked_at + _LOOK_AGAIN_S:
+        if self._masters == self._rewrapped_with and now < self._rewrapped_at + _REWRAP_EVERY_S:
             return 0
         moved = await self.rewrap()
-        self._looked_with, self._looked_at = self._masters, now
+        self._rewrapped_with, self._rewrapped_at = self._masters, now
         return moved
 
     # encrypting and decrypting
@@ -216,7 +216,7 @@ class Keyring:
         now = self._clock.now()
         key = DataKey(new_key_id(now), secrets.token_bytes(KEY_BYTES), now)
         name = _name(tenant, key.key_id)
-        await self._introduce()
+        await self._store_check()
         body = self._wrapped(current, key.secret, name, now)
         if not await self._documents.put(DATA_KEYS, name, body, version=0):
             raise Fault("a new data key's id is taken already; try again")
@@ -247,7 +247,7 @@ class Keyring:
             else:
                 left.add(wrapped.master)
         if current is not None and (moved or left):
-            await self._introduce()
+            await self._store_check()
             for document in await self._documents.listing(MASTER_KEYS, limit=_PAGE):
                 if document.name != current and document.name not in left:
                     await self._documents.remove(MASTER_KEYS, document.name)
@@ -290,7 +290,7 @@ class Keyring:
 
     # documents
 
-    async def _introduce(self) -> None:
+    async def _store_check(self) -> None:
         """Stores a text wrapped by the current master key, which exposes a wrong key at the start."""
         current = self._masters.current
         if current is not None and await self._documents.get(MASTER_KEYS, current) is None:

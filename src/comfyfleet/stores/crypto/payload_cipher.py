@@ -34,7 +34,7 @@ _results = msgspec.msgpack.Decoder(JobResult)
 _failures = msgspec.msgpack.Decoder(Failure)
 _data = msgspec.msgpack.Decoder(dict[str, Any])
 
-_TELLING = (FactKind.FAILED, FactKind.RETRYING)
+_FAILURE_FACTS = (FactKind.FAILED, FactKind.RETRYING)
 """Facts that quote a server's text."""
 
 
@@ -70,7 +70,7 @@ class PayloadCipher:
     ) -> tuple[FactDraft, ...]:
         made = []
         for draft in drafts:
-            if draft.kind in _TELLING and draft.data is not None:
+            if draft.kind in _FAILURE_FACTS and draft.data is not None:
                 bytes_ = await self._encrypt(tenant, job_id, "fact", draft.data)
                 draft = draft if bytes_ is None else FactDraft(draft.kind, encrypted.encrypted_data(bytes_))
             made.append(draft)

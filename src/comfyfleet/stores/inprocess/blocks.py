@@ -43,7 +43,7 @@ class BlockTable:
             forgotten = mine.pop(next(counting, next(iter(mine)))).pair
         if block.blocked_until is not None:
             heappush(self._ends, (block.blocked_until, block.worker_id, block.target))
-        self._look_again(block.worker_id)
+        self._invalidate(block.worker_id)
         return forgotten
 
     def lift(self, pair: Pair) -> Block | None:
@@ -52,14 +52,14 @@ class BlockTable:
         if mine is not None and not mine:
             del self._blocks[pair.worker_id]
         if block is not None:
-            self._look_again(pair.worker_id)
+            self._invalidate(pair.worker_id)
         return block
 
     def forget_worker(self, worker_id: WorkerId) -> None:
         self._blocks.pop(worker_id, None)
-        self._look_again(worker_id)
+        self._invalidate(worker_id)
 
-    def _look_again(self, worker_id: WorkerId) -> None:
+    def _invalidate(self, worker_id: WorkerId) -> None:
         if worker_id == EVERY_WORKER:
             self._targets.clear()
         else:

@@ -39,8 +39,8 @@ class DueTimes:
     def until(self, now: float, last: tuple[float, str]) -> Iterator[JobId]:
         """Jobs due by `now`, ordered by time and id, after `last`. They stay due."""
         if self._wrong > _WRONG_HINTS:
-            self._make_anew()
-        hints, told = self._hints, last
+            self._rebuild()
+        hints = self._hints
         # Walks the heap in order without changing it. A corrected hint has the index -1.
         ahead = [(hints[0], 0)] if hints else []
         while ahead and ahead[0][0][0] <= now:
@@ -50,15 +50,15 @@ class DueTimes:
                     heappush(ahead, (hints[below], below))
             true_at = self._due_at(job_id)
             if true_at == at:
-                if (at, job_id) > told:
-                    told = (at, job_id)
+                if (at, job_id) > last:
+                    last = (at, job_id)
                     yield job_id
                 continue
             self._wrong += 1
             if true_at is not None and true_at > at:
                 heappush(ahead, ((true_at, job_id), -1))
 
-    def _make_anew(self) -> None:
+    def _rebuild(self) -> None:
         known = {job_id: self._due_at(job_id) for _, job_id in self._hints}
         self._hints = sorted((at, job_id) for job_id, at in known.items() if at is not None)
         self._wrong = 0

@@ -46,7 +46,7 @@ class FairShareState:
 
     def remove_terms(self, tenant: TenantId, now: float) -> None:
         if self.terms.pop(tenant, None) is not None:
-            self._judge(tenant, now)
+            self._update_exclusion(tenant, now)
 
     def end_holds(self, now: float) -> None:
         """Called before each look: an expired hold excludes nobody."""
@@ -85,7 +85,7 @@ class FairShareState:
     def resume(self, now: float) -> None:
         """Excludes or readmits each tenant, after all jobs were counted."""
         for tenant in self.terms:
-            self._judge(tenant, now)
+            self._update_exclusion(tenant, now)
         self._hold_end = self.next_hold_end(now) or float("inf")
 
     # jobs
@@ -95,7 +95,7 @@ class FairShareState:
 
     def begin_to_wait(self, tenant: TenantId) -> None:
         """For a tenant that had no open jobs."""
-        self._keep(self.of(tenant).started(self._start(tenant)))
+        self._set_share(self.of(tenant).started(self._start(tenant)))
 
     def count_waiting(self, tenant: TenantId, by: int) -> None:
         _add(self._waiting, tenant, by)
@@ -103,7 +103,7 @@ class FairShareState:
     def count_leased(self, tenant: TenantId, by: int, now: float) -> None:
         _add(self._leased, tenant, by)
         if tenant in self.terms:
-            self._judge(tenant, now)
+            self._update_exclusion(tenant, now)
 
     def charge(self, job_id: JobId, tenant: TenantId, seconds: float) -> None:
         """At the start of a lease, before it is counted."""
@@ -112,14 +112,14 @@ class FairShareState:
             self.behind.discard(tenant)
             share = share.started(self._start(tenant))
         by = self.charges[job_id] = seconds / share.weight
-        self._keep(share.charged(by))
+        self._set_share(share.charged(by))
 
     def settle(self, job_id: JobId, tenant: TenantId, used_s: float | None) -> None:
         """At the end of a lease: corrects the charge by the time used."""
         charged = self.charges.pop(job_id, None)
         if charged is not None and used_s is not None:
             share = self.of(tenant)
-            self._keep(share.charged(used_s / share.weight - charged))
+            self._set_share(share.charged(used_s / share.weight - charged))
 
     def advance(self, tenant: TenantId, seconds: float) -> None:
         """Adds virtual time by hand."""
@@ -130,12 +130,12 @@ class FairShareState:
         others = {*self._waiting, *self._leased} - {tenant}
         return start_among(map(self.of, others), self._index.greatest_virtual_time())
 
-    def _keep(self, share: TenantShare) -> None:
+    def _set_share(self, share: TenantShare) -> None:
         self._index.advance(share.tenant, share.virtual_time)
         self.credits[share.tenant] = share.credit
         self.changed[share.tenant] = None
 
-    def _judge(self, tenant: TenantId, now: float) -> None:
+    def _update_exclusion(self, tenant: TenantId, now: float) -> None:
         """Excludes or readmits the tenant according to its terms and leases."""
         if self.of(tenant).is_out(now):
             self._index.take_out(tenant)

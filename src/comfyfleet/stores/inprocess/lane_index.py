@@ -179,7 +179,7 @@ class _Profile:
         self.tidy_at = 64 + 2 * len(self.heap)
 
     def sort_pending(self) -> None:
-        """Sorts pending lanes in, also for a profile that nobody polls for."""
+        """Drops emptied lanes, also for a profile that nobody polls for."""
         self.unsorted = {lane: None for lane in self.unsorted if lane}
         self.sort_pending_at = 64 + 2 * len(self.unsorted)
 

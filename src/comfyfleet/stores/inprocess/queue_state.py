@@ -142,9 +142,9 @@ class QueueState(Generic[E]):
         assert dispatch.job_id not in self.entries, "the caller checks that the id is new"
         self.sequence += 1
         entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
-        self._know(entry)
+        self._register(entry)
         self._note_end(entry)
-        self._arrive(entry, is_newcomer=not self.shares.is_open(dispatch.tenant))
+        self._count_in(entry, is_newcomer=not self.shares.is_open(dispatch.tenant))
         return WriteResult(dispatch, self._note(entry, drafts))
 
     def has_classes(self, dispatch: Dispatch) -> bool:
@@ -166,7 +166,7 @@ class QueueState(Generic[E]):
             lanes=query.lanes,
             quantum_s=query.quantum_s,
             skip=blocked | query.skip if query.skip else blocked,
-            skip_jobs=self._kept_off(blocked),
+            skip_jobs=self._blocked_sequences(blocked),
         )
         return [
             Candidate(
@@ -203,7 +203,7 @@ class QueueState(Generic[E]):
         now = self._now()
         self.shares.end_holds(now)
         blocked = self.blocks.blocked_targets(offer.worker_id, now)
-        chosen = self.index.first(offer.profile, blocked, self._kept_off(blocked))
+        chosen = self.index.first(offer.profile, blocked, self._blocked_sequences(blocked))
         if chosen is None:
             return None
         lane, sequence = chosen
@@ -232,12 +232,12 @@ class QueueState(Generic[E]):
         assert lease is None or end is not None, "a write that ends a lease has an attempt_end"
         # Nothing below can fail, so the write is atomic.
         was_open = self.shares.is_open(before.tenant)
-        self._depart(before)
+        self._count_out(before)
         if lease is not None and end is not None:
             self._end_lease(entry, lease, end)
         entry.dispatch = after
         self._note_end(entry)
-        self._arrive(entry, is_newcomer=not was_open)
+        self._count_in(entry, is_newcomer=not was_open)
         if write.blocks:
             self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]
         for pair in write.lifted:
@@ -304,10 +304,10 @@ class QueueState(Generic[E]):
     def take_in(self, entry: E) -> None:
         """Loads a job that is not counted yet."""
         dispatch = entry.dispatch
-        self._know(entry)
+        self._register(entry)
         if dispatch.lease is not None:
             self._begin_lease(dispatch, dispatch.lease)
-        self._arrive(entry)
+        self._count_in(entry)
 
     def bring_back(self, entry: E) -> None:
         """Loads an ended job that is still counted."""
@@ -323,21 +323,21 @@ class QueueState(Generic[E]):
     def forget(self, entry: E) -> None:
         """Removes a job from memory and counts."""
         dispatch = entry.dispatch
-        self._depart(dispatch)
+        self._count_out(dispatch)
         if dispatch.lease is not None:
             self._drop_lease(dispatch, dispatch.lease)
         self.let_go(entry)
 
     # private
 
-    def _know(self, entry: E) -> None:
+    def _register(self, entry: E) -> None:
         job_id = entry.dispatch.job_id
         self.entries[job_id] = entry
         self.highest_id = max(self.highest_id, job_id)
         if entry.reference is not None:
             self.references[entry.dispatch.tenant, entry.reference] = job_id
 
-    def _arrive(self, entry: E, *, is_newcomer: bool = False) -> None:
+    def _count_in(self, entry: E, *, is_newcomer: bool = False) -> None:
         """`is_newcomer`: its tenant had no open job before."""
         dispatch = entry.dispatch
         phase = dispatch.phase
@@ -359,7 +359,7 @@ class QueueState(Generic[E]):
                 self.index.add(dispatch.lane, dispatch.sequence)
         self._watch(dispatch)
 
-    def _depart(self, dispatch: Dispatch) -> None:
+    def _count_out(self, dispatch: Dispatch) -> None:
         phase = dispatch.phase
         self.by_phase[phase] -= 1
         is_queued = phase is _QUEUED
@@ -482,7 +482,7 @@ class QueueState(Generic[E]):
         )
         entry.attempts = (*entry.attempts[:-1], ended)
 
-    def _kept_off(self, blocked: frozenset[str]) -> frozenset[int]:
+    def _blocked_sequences(self, blocked: frozenset[str]) -> frozenset[int]:
         """Sequence numbers of blocked jobs that wait in a lane."""
         if not blocked:
             return _NOTHING

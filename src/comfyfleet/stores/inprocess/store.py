@@ -1,14 +1,16 @@
-"""The part of the port that the memory and the SQLite store answer alike, from their `QueueState`."""
+"""What the memory and the SQLite store do alike: a part of the port, and the import of jobs."""
 
 from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from comfyfleet.model.calls import Command
-from comfyfleet.model.dispatch import Candidate
+import msgspec
+
+from comfyfleet.model.calls import Command, JobSnapshot
+from comfyfleet.model.dispatch import Candidate, Dispatch
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.ports import Clock, Counts, EligibilityMatrix, Peek
-from comfyfleet.stores.inprocess.queue_state import QueueEntry, QueueState
+from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
 
 E = TypeVar("E", bound=QueueEntry)
 
@@ -46,3 +48,20 @@ class InProcessStore(Generic[E]):
 
     async def next_block_end(self) -> float | None:
         return self._state.blocks.next_end()
+
+
+def place(queue: QueueState[E], entry: E, snapshot: JobSnapshot, now: float) -> E:
+    """Puts an imported job behind all jobs that are here."""
+    assert snapshot.dispatch.lease is None, "a leased job does not move"
+    queue.sequence += 1
+    entry.dispatch = msgspec.structs.replace(snapshot.dispatch, sequence=queue.sequence)
+    entry.attempts, entry.fact_count = snapshot.attempts, len(snapshot.facts)
+    if entry.dispatch.phase.is_final:
+        queue.endings += 1
+        entry.ending = EndedLease(queue.endings, now)
+    queue.take_in(entry)
+    return entry
+
+
+def is_as_read(found: Dispatch | None, read: Dispatch) -> bool:
+    return found is not None and found.lease is None and found.revision == read.revision

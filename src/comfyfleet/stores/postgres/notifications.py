@@ -114,7 +114,7 @@ class Notifications:
                     self._wake()
                     async for notice in connection.notifies():
                         if notice.channel == COMMANDS:
-                            self._take(notice.payload)
+                            self._handle_command(notice.payload)
                         elif notice.payload == self._sender_id:
                             continue
                         elif notice.channel == TABLE:
@@ -126,7 +126,7 @@ class Notifications:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RETRY_S)
 
-    def _take(self, text: str) -> None:
+    def _handle_command(self, text: str) -> None:
         try:
             message = _commands.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -81,7 +81,7 @@ class _Wire(asyncio.Protocol):
         lost: Callable[[_Wire], None],
         heard: Callable[[], None],
     ) -> None:
-        self._take = take
+        self._on_answer = take
         self._lost = lost
         self._heard = heard
         self._reader = hiredis.Reader()
@@ -94,7 +94,7 @@ class _Wire(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
         while (answer := self._reader.gets()) is not False:
-            self._take(self, answer)
+            self._on_answer(self, answer)
         self._heard()
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -231,7 +231,7 @@ class RedisClient:
         joint.parts = group
         return joint
 
-    def _take(self, wire: _Wire, answer: object) -> None:
+    def _on_answer(self, wire: _Wire, answer: object) -> None:
         if wire is not self._wire:
             return
         if self._greetings:
@@ -272,7 +272,7 @@ class RedisClient:
         address = self._address
         async with asyncio.timeout(self._silence_s):
             _, wire = await loop.create_connection(
-                lambda: _Wire(self._take, self._lose, self._hear),
+                lambda: _Wire(self._on_answer, self._lose, self._hear),
                 address.host,
                 address.port,
                 ssl=address.tls(),

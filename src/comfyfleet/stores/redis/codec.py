@@ -425,10 +425,10 @@ def _shown(text: bytes) -> dict[str, Any]:
 def decode_facts(job_id: JobId, row: Sequence[object], after: int) -> list[Fact]:
     """From the dispatch and the log."""
     kept, lines = row[0], _lines_of(row[1])
-    told = [fact for line in lines if (fact := _decode_fact(job_id, line)) is not None]
+    facts = [fact for line in lines if (fact := _decode_fact(job_id, line)) is not None]
     if kept is not None and (running := decode_kept(as_bytes(kept), 0)).is_unnoted:
-        told.append(_fact_of_lease(running.dispatch, 0))
-    return [msgspec.structs.replace(fact, number=at) for at, fact in enumerate(told, start=1)][after:]
+        facts.append(_fact_of_lease(running.dispatch, 0))
+    return [msgspec.structs.replace(fact, number=at) for at, fact in enumerate(facts, start=1)][after:]
 
 
 def _lines_of(log: object) -> list[bytes]:
@@ -437,8 +437,8 @@ def _lines_of(log: object) -> list[bytes]:
 
 def _decode_fact(job_id: JobId, line: bytes) -> Fact | None:
     if line[:1] == b"f":
-        told = _facts.decode(line[1:])
-        return Fact(job_id, 0, told.kind, told.at, told.round, told.data)
+        fact = _facts.decode(line[1:])
+        return Fact(job_id, 0, fact.kind, fact.at, fact.round, fact.data)
     if line[:1] != b"a" or (begun := _beginnings.decode(line[1:])).attempt is None:
         return None
     data = {"worker_id": begun.worker_id, "lease": begun.lease_number, "attempt": begun.attempt}

@@ -93,13 +93,13 @@ class RedisPeerChannel:
         if note.progress is not None:
             await self._call("SET", f"{self._prefix}job:{job_id}:progress", note.progress, "EX", _KEEP_S)
         stream = f"{self._prefix}progress:{job_id}"
-        told = ["worker_id", note.worker_id or "", "timestamp", repr(note.at), "status", note.status]
+        fields = ["worker_id", note.worker_id or "", "timestamp", repr(note.at), "status", note.status]
         if note.percentage is not None:
-            told += ["percentage", f"{note.percentage:g}"]
+            fields += ["percentage", f"{note.percentage:g}"]
         if note.message is not None:
-            told += ["message", note.message]
+            fields += ["message", note.message]
         await self._call(
-            "XADD", stream, "MAXLEN", "~", _NOTES_KEPT, "*", "progress", note.progress or b"{}", *told
+            "XADD", stream, "MAXLEN", "~", _NOTES_KEPT, "*", "progress", note.progress or b"{}", *fields
         )
         await self._call("EXPIRE", stream, _KEEP_S)
 
@@ -125,7 +125,7 @@ _RUN = b'{"event":'
 Hear = Callable[[WorkerId, Command], None]
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _WorkerCommand(msgspec.Struct, frozen=True):
     worker_id: WorkerId
     action: Action
     job_id: str = ""
@@ -134,7 +134,7 @@ class _Told(msgspec.Struct, frozen=True):
     sender: str = msgspec.field(default="", name="from")
 
 
-_told = msgspec.json.Decoder(_Told)
+_commands = msgspec.json.Decoder(_WorkerCommand)
 
 
 class PubSubListener:
@@ -203,7 +203,7 @@ class PubSubListener:
                 async for message in subscription.listen():
                     if message["type"] == "message":
                         try:
-                            self._hear_message(message["channel"], message["data"])
+                            self._handle(message["channel"], message["data"])
                         except Exception as error:
                             # Clients may publish anything; the listener goes on.
                             _LOG.info("a message on %r cannot be decoded: %r", message["channel"], error)
@@ -217,18 +217,18 @@ class PubSubListener:
         finally:
             await redis.aclose()
 
-    def _hear_message(self, channel: bytes, text: bytes) -> None:
+    def _handle(self, channel: bytes, text: bytes) -> None:
         if channel.endswith(PEER_CHANNEL.encode()):
             self._on_peer_message(text)
         elif channel.endswith(COMMANDS.encode()):
             if text.startswith(_RUN):
                 self._hear_run(text)
             else:
-                self._take(text)
+                self._handle_command(text)
         else:
-            self._look_for(text)
+            self._handle_hint(text)
 
-    def _look_for(self, what: bytes) -> None:
+    def _handle_hint(self, what: bytes) -> None:
         if what in _FROM_WORKERS:
             self._wake_for_workers()
         elif what.startswith(_EVENT):
@@ -238,12 +238,12 @@ class PubSubListener:
         elif self._relearn is not None and what != _TABLE + self._me.encode():
             self._relearn()
 
-    def _take(self, text: bytes) -> None:
+    def _handle_command(self, text: bytes) -> None:
         try:
-            told = _told.decode(text)
+            command = _commands.decode(text)
         except msgspec.DecodeError:
             # A newer version's, or invalid: the worker learns of the command with its next heartbeat.
             return
-        if self._hear is not None and told.sender != self._me:
-            job_id = JobId(told.job_id) if told.job_id else None
-            self._hear(told.worker_id, Command(told.action, job_id, told.lease, told.reason))
+        if self._hear is not None and command.sender != self._me:
+            job_id = JobId(command.job_id) if command.job_id else None
+            self._hear(command.worker_id, Command(command.action, job_id, command.lease, command.reason))

@@ -407,7 +407,7 @@ class RedisStore:
                 return stats
 
 
-_LOOK_AT = 500
+_PAGE_SIZE = 500
 
 
 class RedisRecords:
@@ -439,7 +439,7 @@ class RedisRecords:
         cursor, beyond = "", after or ""
         while len(jobs) < limit:
             where = (tenant or "", "" if phase is None else phase.value)
-            how = (limit - len(jobs), _LOOK_AT, int(newest_first))
+            how = (limit - len(jobs), _PAGE_SIZE, int(newest_first))
             answer = await self._store._ask("list", cursor, beyond, *where, *how)
             last, still_beyond, rows = as_list(answer)
             jobs += [codec.decode_job(as_list(row)) for row in as_list(rows)]

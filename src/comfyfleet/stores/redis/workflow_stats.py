@@ -15,7 +15,7 @@ from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 Swap = Callable[[list[WorkflowStatsDelta]], Awaitable[WorkflowStats]]
 
 
-class _Learner:
+class _Update:
     def __init__(self, delta: WorkflowStatsDelta) -> None:
         self.delta = delta
         self.stats: WorkflowStats | None = None
@@ -24,7 +24,7 @@ class _Learner:
 class _Workflow:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.waiting: list[_Learner] = []
+        self.waiting: list[_Update] = []
         self.users = 0
 
 
@@ -36,19 +36,19 @@ class RedisWorkflowStats:
 
     async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         workflow = self._workflows.setdefault(delta.workflow_hash, _Workflow())
-        me = _Learner(delta)
-        workflow.waiting.append(me)
+        mine = _Update(delta)
+        workflow.waiting.append(mine)
         workflow.users += 1
         try:
             async with workflow.lock:
-                return me.stats or await self._lead(workflow, me)
+                return mine.stats or await self._write_together(workflow, mine)
         finally:
             workflow.users -= 1
             if not workflow.users:
                 del self._workflows[delta.workflow_hash]
 
-    async def _lead(self, workflow: _Workflow, me: _Learner) -> WorkflowStats:
-        together = [me, *(each for each in workflow.waiting if each is not me)]
+    async def _write_together(self, workflow: _Workflow, mine: _Update) -> WorkflowStats:
+        together = [mine, *(each for each in workflow.waiting if each is not mine)]
         workflow.waiting = []
         stats = await self._write([each.delta for each in together])
         for each in together:

@@ -86,7 +86,7 @@ def migrate(database: sqlite3.Connection, path: Path, known: list[Migration] | N
     try:
         for migration in known:
             if migration.number not in taken:
-                _take(database, migration)
+                _apply(database, migration)
     except sqlite3.Error as error:
         if database.in_transaction:
             database.execute("ROLLBACK")
@@ -126,7 +126,7 @@ def refuse_strangers(
     return taken
 
 
-def _take(database: sqlite3.Connection, migration: Migration) -> None:
+def _apply(database: sqlite3.Connection, migration: Migration) -> None:
     database.execute("BEGIN IMMEDIATE")
     database.execute(
         "CREATE TABLE IF NOT EXISTS migrations (number INTEGER PRIMARY KEY, name TEXT NOT NULL, checksum TEXT NOT NULL)"

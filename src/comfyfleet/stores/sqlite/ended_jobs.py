@@ -39,7 +39,9 @@ class EndedJobs:
         plain = takewhile(lambda row: row.ended_at < before, store._disk.ended(phase, limit, False))
         settled = takewhile(lambda row: row.ended_at < settled_before, store._disk.ended(phase, limit, True))
         # A job with a pending write may be retried.
-        gone = [row for row in islice(merge(plain, settled), limit) if not store._writer.is_pending(row.job_id)]
+        gone = [
+            row for row in islice(merge(plain, settled), limit) if not store._writer.is_pending(row.job_id)
+        ]
         if gone:
             batch = store._writer.batch()
             for row in gone:

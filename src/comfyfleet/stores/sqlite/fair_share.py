@@ -53,12 +53,9 @@ class SqliteFairShare:
         return sorted(self._shares.terms.values(), key=lambda each: each.tenant)
 
     async def charge(self, tenant: TenantId, seconds: float) -> None:
-        store = self._store
-        store._check(tenant)
+        self._store._check(tenant)
         self._shares.advance(tenant, seconds)
-        batch = store._writer.batch()
-        self.note(batch)
-        await store._writer.written(batch)
+        await self._store._commit(self.note)
 
     async def of(self, tenant: TenantId) -> TenantShare:
         await self._store._wait(Area.TENANTS)

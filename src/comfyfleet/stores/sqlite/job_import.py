@@ -11,7 +11,7 @@ from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.workflow_stats import WorkflowStats
-from comfyfleet.stores.inprocess.job_import import is_as_read, place
+from comfyfleet.stores.inprocess.store import is_as_read, place
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.writer import Area

@@ -116,9 +116,9 @@ class Writer:
         self._committed = committed
         self._restore = restore
         self._open = Batch()
-        self._flying: Batch | None = None
+        self._in_flight: Batch | None = None
         """The batch that the thread writes."""
-        self._is_called = False
+        self._is_scheduled = False
         """Whether the handover of the open batch is scheduled."""
         self._queue: SimpleQueue[Batch | None] = SimpleQueue()
         self._fault: Fault | None = Fault("the store is closed; open it first")
@@ -148,9 +148,9 @@ class Writer:
 
     def batch(self) -> Batch:
         """The open batch. Callers add their rows without awaiting."""
-        if not self._is_called:
-            self._is_called = True
-            self._loop.call_soon(self._hand_over)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._start_write)
         return self._open
 
     def written(self, batch: Batch) -> asyncio.Future[None]:
@@ -160,7 +160,7 @@ class Writer:
         return waiter
 
     def is_pending(self, key: Key) -> bool:
-        return key in self._open.keys or (self._flying is not None and key in self._flying.keys)
+        return key in self._open.keys or (self._in_flight is not None and key in self._in_flight.keys)
 
     def settling(self, key: Key | None) -> asyncio.Future[bool] | None:
         """A future for the pending commit under this key (None: any key). None: nothing is pending."""
@@ -168,19 +168,19 @@ class Writer:
         return self._watch(key)
 
     def _watch(self, key: Key | None) -> asyncio.Future[bool] | None:
-        for batch in (self._open, self._flying):
+        for batch in (self._open, self._in_flight):
             if batch is not None and (key in batch.keys or (key is None and batch.keys)):
                 watcher: asyncio.Future[bool] = self._loop.create_future()
                 batch.watchers.append(watcher)
                 return watcher
         return None
 
-    def _hand_over(self) -> None:
-        if self._flying is None:
-            self._is_called = False
+    def _start_write(self) -> None:
+        if self._in_flight is None:
+            self._is_scheduled = False
             if self._open.keys:
-                self._flying, self._open = self._open, Batch()
-                self._queue.put(self._flying)
+                self._in_flight, self._open = self._open, Batch()
+                self._queue.put(self._in_flight)
 
     # the thread
 
@@ -194,7 +194,7 @@ class Writer:
                 error = raised
                 self._roll_back()
             try:
-                self._loop.call_soon_threadsafe(self._came_back, batch, error)
+                self._loop.call_soon_threadsafe(self._on_written, batch, error)
             except RuntimeError:
                 # The loop is closed: nobody waits.
                 return
@@ -209,14 +209,14 @@ class Writer:
 
     # back in the loop
 
-    def _came_back(self, batch: Batch, error: Exception | None) -> None:
-        assert self._flying is batch, "one batch at a time is written"
-        self._flying = None
+    def _on_written(self, batch: Batch, error: Exception | None) -> None:
+        assert self._in_flight is batch, "one batch at a time is written"
+        self._in_flight = None
         if error is not None:
             self._failed(batch, error)
             return
         # First, so that the disk works while the callers go on.
-        self._hand_over()
+        self._start_write()
         self._committed(batch)
         for waiter in batch.waiters:
             if not waiter.done():
@@ -224,7 +224,7 @@ class Writer:
         _answer(batch.watchers, True)
 
     def _failed(self, batch: Batch, error: Exception) -> None:
-        behind, self._open, self._is_called = self._open, Batch(), False
+        behind, self._open, self._is_scheduled = self._open, Batch(), False
         fault = Fault(
             f"the store could not write: {error}. Nothing of this call was written; free space on its disk or check "
             "its permissions, and try again"
