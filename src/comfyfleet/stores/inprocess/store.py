@@ -16,7 +16,6 @@ E = TypeVar("E", bound=QueueEntry)
 
 
 class InProcessStore(Generic[E]):
-    is_shared = False
     direct_workers = None
     peer_channel = None
 
@@ -24,6 +23,10 @@ class InProcessStore(Generic[E]):
         self.epoch = epoch
         self._clock = clock
         self._state: QueueState[E] = QueueState(clock, epoch)
+
+    @property
+    def is_shared(self) -> bool:
+        return False
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         """No other process serves a worker."""
