@@ -221,7 +221,7 @@ async def test_a_running_job_refuses_the_move_and_is_waited_for(url_of: Callable
     source, target = await with_a_running_job(url_of("sqlite"), 600.0), url_of("sqlite")
     ended = run_cli("store", "move", source, target)
     assert ended.returncode == 3
-    assert "1 of its jobs run (on b); nothing was moved" in ended.stderr
+    assert "1 jobs of the source are running (on b). Nothing was moved" in ended.stderr
     async with opened(source) as store:
         assert not await store.is_queue_paused()
     source = await with_a_running_job(url_of("sqlite"), 2.0)

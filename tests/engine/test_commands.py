@@ -139,7 +139,7 @@ async def test_what_is_told_to_a_worker_of_another_engine_is_not_kept_for_ever()
             job_id = (await it.first.submit(Submission(graph(seed=number)))).job_id
             assert await take(it.second, "b", f"poll-{number}") == job_id
             await it.first.cancel(job_id)
-        assert it.first._commands._told == {}
+        assert it.first._commands._pending == {}
 
 
 async def test_a_pause_at_one_engine_is_not_undone_by_what_the_other_notes_of_the_worker() -> None:

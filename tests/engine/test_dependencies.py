@@ -208,7 +208,7 @@ async def test_a_job_that_vanished_before_it_completed_fails_who_waits(rig: Rig)
     assert dispatch is not None and await rig.store.moving.discard([dispatch]) == [True]
     await rig.clock.advance(rig.engine.rules.held_look_s)
     failure = (await rig.engine.get(second)).job.failure
-    assert failure is not None and "not there any more" in failure.message
+    assert failure is not None and "no longer exists" in failure.message
 
 
 async def test_the_engine_that_ends_a_job_lets_go_those_that_were_submitted_at_another() -> None:

@@ -143,7 +143,7 @@ async def test_an_explanation_says_that_the_tenant_has_all_it_may_have() -> None
         assert explained.summary == "the tenant ann has as many jobs running as it may: 1"
         await rig.store.shares.put_terms(TenantTerms(ANN, held_until=inf))
         explained = await rig.engine.explain(job_id)
-        assert explained.summary == "the tenant ann is held: none of its jobs is given to a worker"
+        assert explained.summary == "the tenant ann is held: workers get none of its jobs"
 
 
 async def test_a_tenant_is_charged_for_what_its_jobs_took_however_they_ended() -> None:

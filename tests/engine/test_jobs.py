@@ -59,18 +59,18 @@ async def test_of_a_job_that_does_not_wait_it_is_told_what_became_of_it() -> Non
         assert await told(job_id) == "the job is leased on a"
         await rig.fail(leased)
         assert await told(job_id) == (
-            "the job failed (node_error; 1 attempt(s)): it broke. A retry opens a new round"
+            "the job failed (node_error; 1 attempt(s)): it broke. A retry starts a new round"
         )
         await rig.worker("b")
         await rig.engine.retry(job_id)
         leased = await rig.take("b")
         await rig.engine.cancel(job_id)
-        assert await told(job_id) == "the job is leased on b and was told to stop"
+        assert await told(job_id) == "the job is leased on b and is asked to stop"
         await rig.complete(leased)
         assert await told(job_id) == "the job has completed on b"
         waiting = await rig.submit()
         await rig.engine.cancel(waiting)
-        assert await told(waiting) == "the job was cancelled; a retry opens a new round"
+        assert await told(waiting) == "the job was cancelled; a retry starts a new round"
 
 
 async def test_what_no_live_worker_has_is_named_at_submit_and_the_job_waits_for_it() -> None:
@@ -246,7 +246,7 @@ async def test_an_explanation_tells_what_the_job_itself_waits_for() -> None:
         delayed = await rig.submit(not_before=rig.clock.now() + 12)
         assert "12.0 s" in (await rig.engine.explain(delayed)).summary
         held = await rig.submit(preferences=rig.prefer("a"))
-        assert "preferred worker is waited for" in (await rig.engine.explain(held)).summary
+        assert "it waits for a preferred worker" in (await rig.engine.explain(held)).summary
         await rig.engine.pause_queue()
         assert (await rig.engine.explain(held)).summary == "the queue is paused"
         await rig.engine.pause_queue(False)

@@ -187,7 +187,7 @@ async def test_many_that_stay_do_not_keep_the_others_back(two: Two) -> None:
 async def test_running_jobs_are_waited_for_or_the_move_is_refused_with_the_queue_as_it_was(two: Two) -> None:
     await two.source.enqueue()
     _, ref = await two.source.leased()
-    with pytest.raises(Refusal, match=r"1 of its jobs run \(on a\).*runs out in 10 s"):
+    with pytest.raises(Refusal, match=r"1 jobs of the source are running \(on a\).*expires in 10 s"):
         await two.move().run()
     assert not await two.from_store.is_queue_paused()
     assert (await two.to_store.counts()).by_phase[Phase.QUEUED] == 0

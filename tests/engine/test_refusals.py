@@ -363,7 +363,7 @@ async def test_no_worker_says_what_anothers_nodes_are() -> None:
     async with Rig() as rig:
         await described(rig, "a", "old")
         liar = await rig.worker("b", signature=nodes("new").signature())
-        with pytest.raises(Refusal, match="it declared"):
+        with pytest.raises(Refusal, match="the worker declared"):
             await rig.engine.describe(liar, nodes("newest"))
         assert len(await rig.store.documents.listing(SHARED_COLLECTION)) == 1
 

@@ -168,7 +168,7 @@ async def test_the_same_workflow_again_is_the_same_job() -> None:
         await worker(rig, "b", "new")
         first = await rig.submit(workflow(7, "mine"), reference="mine")
         assert await rig.submit(workflow(7, "mine"), reference="mine") == first
-        with pytest.raises(Refusal, match="different job"):
+        with pytest.raises(Refusal, match="another job already has the reference"):
             await rig.submit(workflow(8, "mine"), reference="mine")
 
 

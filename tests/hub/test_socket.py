@@ -292,7 +292,7 @@ async def test_a_lease_that_is_over_is_told_as_a_cancelled_job(rig: HubRig) -> N
         given = await line.ask("request_job", worker_id="gpu-a")
         dispatch = await rig.engine.store.load(JobId(job_id))
         assert dispatch is not None
-        await rig.engine._verdicts.give_back(dispatch)
+        await rig.engine._failures.give_back(dispatch)
         await line.say("heartbeat", worker_id="gpu-a")
         told = await line.until("job_cancelled")
         assert (told["job_id"], "lease has ended" in told["reason"]) == (given["job_id"], True)

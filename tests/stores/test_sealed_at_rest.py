@@ -186,7 +186,7 @@ async def test_rows_that_were_swapped_do_not_open_and_the_others_do(tmp_path: Pa
     async with Engine(opened(url)) as engine:
         listed = await engine.store.records.listing(tenant=None, phase=None, limit=9, after=None)
         assert [job.unreadable is None for job in listed].count(False) == 1
-        with pytest.raises(Refusal, match="cannot be read any more"):
+        with pytest.raises(Refusal, match="can no longer be read"):
             await engine.retry(one)
         await engine.register(RegisterWorker(GPU, offers("KSampler"), 9))
         # It is next in line. Nobody gets it: it ends, and says of what.

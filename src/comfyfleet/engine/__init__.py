@@ -1,1 +1,1 @@
-"""The shell round policy: load, decide, write, publish. Clocks, tasks and timers live here and nowhere below."""
+"""The engine runs policy against a store: load, decide, write, publish. Clocks and timers live here."""

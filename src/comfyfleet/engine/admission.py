@@ -1,8 +1,7 @@
-"""What every job passes on its way in, new or retried by hand: the terms of its tenant.
+"""The port for tenant terms. Each new or manually retried job passes it.
 
-An engine knows what terms mean (`policy/terms.py`) and not where tenants are kept, nor how their jobs are counted: that
-is for whoever opens a gate on it. Without one, nobody has terms.
-"""
+The engine applies terms (`policy/terms.py`). The installer of an `AdmissionControl` stores tenants and counts
+their jobs; by default no tenant has terms."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from comfyfleet.model.tenant import Tenant
 
 class AdmissionControl(Protocol):
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
-        """None: the tenant has none, and may ask for whatever anybody may."""
+        """None: the tenant has no terms."""
 
     def admit(self, tenant: Tenant, /) -> AbstractAsyncContextManager[None]:
-        """Around the write of a job that was found to keep to the terms: refuses where too many jobs are open, or came
-        in too short a time."""
+        """Wraps the write of a job that keeps to the terms. Refuses when the tenant has too many open jobs or
+        submits too fast."""
 
 
 class OpenAdmission:

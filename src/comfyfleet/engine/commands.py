@@ -1,10 +1,7 @@
-"""What workers are told: kept until their agent asks, told at once to one that listens, and passed on to other engines.
+"""Queues commands for workers, delivers them to agents that listen, forwards them to other engines.
 
-A command is a hint. What it is about stands in the store (a cancel with its job, a pause or a drain with its worker)
-and is told again with every heartbeat, so one that is lost on its way to another engine costs time and nothing else.
-
-Workers that an operator removed while they were there: not admitted until one lets them back.
-"""
+A command is a hint. The store holds its cause (a cancel, a pause, a drain), and each heartbeat repeats it, so
+a lost command only costs time. The module also keeps the list of workers that an operator removed."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.ports import DocumentStore
 
 _LOG = logging.getLogger(__name__)
-# An agent may have gone over to another engine, and never ask here again.
+# An agent may have moved to another engine and never ask here again.
 _MAX_KEPT = 100
 
 
@@ -33,17 +30,17 @@ class CommandQueue:
     def __init__(self, context: EngineContext, matcher: Matcher) -> None:
         self._context = context
         self._matcher = matcher
-        self._told: dict[WorkerId, list[Command]] = defaultdict(list)
+        self._pending: dict[WorkerId, list[Command]] = defaultdict(list)
         self._listening: dict[WorkerId, asyncio.Event] = {}
         self._served: set[WorkerId] = set()
 
     def serve(self, worker_id: WorkerId) -> None:
-        """Its agent talks to this engine, so what is told to it is kept here."""
+        """The worker's agent talks to this engine, so its commands queue here."""
         self._served.add(worker_id)
 
     def dismiss(self, worker_id: WorkerId) -> None:
         self._served.discard(worker_id)
-        self._told.pop(worker_id, None)
+        self._pending.pop(worker_id, None)
         if (listening := self._listening.pop(worker_id, None)) is not None:
             listening.set()
 
@@ -52,7 +49,12 @@ class CommandQueue:
         try:
             await self._context.store.tell(worker_id, command)
         except Fault as fault:
-            _LOG.info("worker %s may hear of a %s only later: %s", worker_id, command.action, fault)
+            _LOG.info(
+                "worker %s gets the command %s only with its next heartbeat: %s",
+                worker_id,
+                command.action,
+                fault,
+            )
 
     async def tell_to_stop(self, dispatch: Dispatch, stop: Stop) -> None:
         assert dispatch.lease is not None
@@ -61,9 +63,10 @@ class CommandQueue:
         await self.tell(command, dispatch.lease.worker_id)
 
     def hear(self, worker_id: WorkerId, command: Command) -> None:
-        """From here or from another engine. A pause is an engine's to keep: its agents are simply given nothing."""
+        """Handles a command of this or another engine. Agents never see a pause: the engine just gives them
+        no jobs."""
         if command.action == "pause" and command.job_id is not None:
-            # Agents stop a run in one way, and one of an older version would pause itself.
+            # Agents know only one way to stop a run, and old versions would pause the whole worker.
             command = msgspec.structs.replace(command, action="cancel", reason=command.reason or "paused")
         if command.action in ("pause", "resume"):
             if command.action == "resume":
@@ -73,30 +76,30 @@ class CommandQueue:
             for each in tuple(self._served):
                 self.hear(each, command)
         elif worker_id in self._served:
-            told = self._told[worker_id]
-            if command not in told:
-                told.append(command)
-                del told[:-_MAX_KEPT]
+            pending = self._pending[worker_id]
+            if command not in pending:
+                pending.append(command)
+                del pending[:-_MAX_KEPT]
             self.call(worker_id)
 
     def _take_back_drain(self, worker_id: WorkerId) -> None:
-        """One that has not heard of it yet stays. Where the drain still stands, a heartbeat tells it again."""
-        for each in tuple(self._told) if worker_id == EVERY_WORKER else (worker_id,):
-            kept = [command for command in self._told.pop(each, []) if command.action != "drain"]
+        """Drops a drain that the agent has not fetched. A heartbeat repeats it if the worker still drains."""
+        for each in tuple(self._pending) if worker_id == EVERY_WORKER else (worker_id,):
+            kept = [command for command in self._pending.pop(each, []) if command.action != "drain"]
             if kept:
-                self._told[each] = kept
+                self._pending[each] = kept
 
     def call(self, worker_id: WorkerId) -> None:
-        """Its agent is answered at once, with no command: there is news for it with a heartbeat."""
+        """Wakes the waiting agent without a command, so that it sends a heartbeat now."""
         if (listening := self._listening.get(worker_id)) is not None:
             listening.set()
 
     def take(self, worker_id: WorkerId) -> list[Command]:
-        return self._told.pop(worker_id, [])
+        return self._pending.pop(worker_id, [])
 
     async def wait(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
         self.serve(worker_id)
-        if not self._told.get(worker_id):
+        if not self._pending.get(worker_id):
             listening = self._listening.setdefault(worker_id, asyncio.Event())
             listening.clear()
             try:
@@ -114,7 +117,7 @@ async def check(documents: DocumentStore, worker_id: WorkerId) -> None:
     if await documents.get(COLLECTION, worker_id) is not None:
         raise Refusal(
             RefusalCode.NOT_ALLOWED,
-            f"an operator removed worker {worker_id!r}: `comfyfleet workers resume {worker_id}` lets it back",
+            f"an operator removed worker {worker_id!r}: `comfyfleet workers resume {worker_id}` readmits it",
         )
 
 
@@ -124,7 +127,8 @@ async def keep_out(documents: DocumentStore, worker_id: WorkerId, worker: Worker
 
 
 async def let_back(documents: DocumentStore, worker_id: WorkerId) -> WorkerRecord | None:
-    """As it was when it was removed; it registers by itself. None: it was not kept out."""
+    """Readmits a removed worker and returns its record at removal; None: it was not removed. It registers by
+    itself."""
     document = await documents.get(COLLECTION, worker_id)
     if document is None or not await documents.remove(COLLECTION, worker_id):
         return None
@@ -132,7 +136,7 @@ async def let_back(documents: DocumentStore, worker_id: WorkerId) -> WorkerRecor
 
 
 def _removed(worker_id: WorkerId, worker: WorkerRecord | None) -> WorkerRecord:
-    """Without what it offered, which may be long: it says so again when it is let back."""
+    """Drops the worker's inventory, which may be long; the worker declares it again when it registers."""
     services = () if worker is None else tuple(Service(each.name) for each in worker.capabilities.services)
     seen_at = 0.0 if worker is None else worker.last_seen_at
     return WorkerRecord(

@@ -1,7 +1,4 @@
-"""What the parts of one engine share: its ports, its rules, what it has learned, and the way facts go out.
-
-Work that follows a write: the change stands and has been published, so a failure here is logged and nothing more.
-"""
+"""What the parts of one engine share: ports, rules, workflow statistics, and publication of facts."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from comfyfleet.engine.admission import AdmissionControl, OpenAdmission
 from comfyfleet.engine.fleet import Fleet
 from comfyfleet.engine.system import StoreClock
 from comfyfleet.model.block import Block
-from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Phase, WriteResult
+from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Phase, Write, WriteResult
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, TenantId, WorkerId, WorkflowHash
@@ -32,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 @contextmanager
 def best_effort(what: str) -> Iterator[None]:
-    """Neither the caller's answer nor the next step depends on the block. `what` completes "could not ..."."""
+    """For work after a published write: logs a failure and goes on. `what` completes "could not ..."."""
     try:
         yield
     except Fault as fault:
@@ -45,12 +42,12 @@ _MAX_WORKFLOW_STATS = 10_000
 _LEARN_AGAIN_S = 10.0
 
 
-async def _nobody(_: Dispatch) -> None:
+async def _not_wired(_: Dispatch) -> None:
     raise AssertionError("an engine wires its parts before it serves")
 
 
-async def _to_nobody(_: Submission, __: JobId, ___: int) -> None:
-    """Nobody is told of facts but those who listen."""
+async def ignore(*_: object) -> None:
+    """The default of hooks that nobody has set."""
 
 
 async def _suspend_nobody(_: TenantId) -> bool:
@@ -70,31 +67,31 @@ class EngineContext:
         self.store = store
         self.bus = bus
         self.clock = StoreClock(clock, is_shared=store.is_shared)
-        """Whatever is written, told, or compared with what stands in the store is in its time."""
+        """The store's time. All written, published and compared times use it."""
         self.chance = chance
         self.rules = rules
         self.strategy = strategy
         self.fleet = Fleet(store, self.clock)
         self.reaches_tenants: bool = getattr(store, "reaches_tenants", False)
-        """Whether the store takes a write to the databases of tenants that have one (`tenancy/ledger_store.py`)."""
+        """Whether the store forwards writes to tenant databases (`tenancy/ledger_store.py`)."""
         self.wake_by: Callable[[float | None], None] = lambda _: None
-        """Set by the sweeper: something falls due at this time."""
-        self.give_back: Callable[[Dispatch], Awaitable[None]] = _nobody
-        """Set by the verdicts: a lease nobody took up returns to its place."""
+        """Set by the sweeper: it wakes at this time."""
+        self.give_back: Callable[[Dispatch], Awaitable[None]] = _not_wired
+        """Set by the failure handler: requeues a job whose lease nobody took."""
         self.awaited_ended: Callable[[Dispatch], None] = lambda _: None
-        """Set by the dependencies: a job that others wait for, or that waited itself, is over."""
+        """Set by the dependencies: a job that others await, or that waited itself, has ended."""
         self.refused_waits: Callable[[Dispatch], None] = lambda _: None
-        """Set by whoever refuses workflows: a job of a refused one stands in the queue."""
+        """Set by the poison workflows: a job of a refused workflow waits."""
         self.ended_after_death: Callable[[Dispatch], None] = lambda _: None
-        """Set by the same: a job that a server died of is over."""
+        """Set by the poison workflows: a job has ended after a server died of it."""
         self.wrote: Callable[[WriteResult], None] = lambda _: None
-        """Set by whoever measures: a write of this engine stands."""
-        self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = _to_nobody
-        """Set by whoever tells others of facts: a round of this job is about to be written. It may refuse."""
+        """Set by the metrics: this engine has written."""
+        self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = ignore
+        """Set by the webhook outbox: runs before a round of a job is written, and may refuse it."""
         self.suspend: Callable[[TenantId], Awaitable[bool]] = _suspend_nobody
-        """Set by whoever keeps tenants: nothing more is taken or leased of this one until an operator resumes it."""
+        """Set by the tenant services: suspends the tenant until an operator resumes it."""
         self.admission_control: AdmissionControl = OpenAdmission()
-        """Set by whoever knows of tenants and their terms."""
+        """Set by the tenant services."""
         self._workflow_stats: dict[WorkflowHash, WorkflowStats] = {}
         self._up_to_date: set[WorkflowHash] = set()
         self._learned_at = self.clock.monotonic()
@@ -102,10 +99,16 @@ class EngineContext:
     async def compare_clocks(self) -> None:
         self.clock.heard(await self.store.now())
 
-    def publish(self, written: WriteResult) -> None:
-        """Directly after every write, before anything that can fail: whoever waits hears of the change now or never.
+    async def write(self, write: Write) -> WriteResult | None:
+        """Writes and publishes. None: the guard did not hold."""
+        written = await self.store.write(write)
+        if written is not None:
+            self.publish(written)
+        return written
 
-        The facts go out, and the sweeper hears of the next time something is due."""
+    def publish(self, written: WriteResult) -> None:
+        """Publishes the facts and sets the sweeper's timer. Call it directly after the write, before any step
+        that can fail: nobody repeats a lost publication."""
         for fact in written.facts:
             self.bus.publish(fact)
         dispatch = written.dispatch
@@ -169,12 +172,13 @@ class EngineContext:
             charge_s(expected, rules),
         )
 
-    # lessons
+    # workflow statistics
 
     async def stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         known = self._workflow_stats.get(workflow_hash)
         if self.store.is_shared and self.clock.monotonic() >= self._learned_at + _LEARN_AGAIN_S:
-            # Other engines learn too. What is known stays good enough to rank by until it is read again.
+            # Other engines add runs too. The old figures are good enough for ranking until they are read
+            # again.
             self._up_to_date.clear()
             self._learned_at = self.clock.monotonic()
         if known is None or (self.store.is_shared and workflow_hash not in self._up_to_date):
@@ -184,11 +188,11 @@ class EngineContext:
         return known
 
     def known_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
-        """What this engine has at hand; good enough to rank by."""
+        """From this engine's memory; good enough for ranking."""
         return self._workflow_stats.get(workflow_hash)
 
     async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
-        """What is known with it, here and at every other engine."""
+        """Adds the delta in the store and returns the totals of all engines."""
         stats = await self.store.learn(delta)
         self._remember(stats)
         return stats
@@ -204,7 +208,7 @@ class EngineContext:
 
 
 def _whose(block: Block) -> dict[str, object]:
-    """What is kept from the worker, and whose; nothing more to say of a block that names one job."""
+    """Names the blocked workflow and tenant. A block for one job needs neither."""
     if block.names_job:
         return {}
     return {"workflow_hash": block.workflow_hash, "tenant": block.tenant}

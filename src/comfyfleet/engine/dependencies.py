@@ -1,10 +1,9 @@
-"""Jobs that wait for others: held out of their lanes until all of those completed, failed if one of them did not.
+"""Holds jobs that wait for other jobs, releases them when all of those complete, fails them when one does
+not.
 
-Who waits for a job is noted in the store's cabinet before the job is marked as awaited, and that before the waiting job
-is written. So whichever engine ends an awaited job finds those who wait; one that dies in between is made up for by the
-sweep, which looks at every held job again by itself. Each look ends in a guarded write and may be taken twice. What a
-waiting job takes of an awaited one is found when that completed, and written with the job's release.
-"""
+A note in the document store comes before the mark on the awaited job, and that before the waiting job. So any
+engine that ends an awaited job finds its dependents. The sweeper looks at each held job again, in case an
+engine dies in between. Each look ends in a guarded write and may run twice."""
 
 from __future__ import annotations
 
@@ -32,27 +31,25 @@ _LOG = logging.getLogger(__name__)
 
 COLLECTION = "dependents"
 _COMPLETED = b"completed"
-"""What was found of it, if anything, stands behind."""
+"""Prefix of a note; the files that the awaited job supplies follow it."""
 _FOUND = msgspec.json.Decoder(dict[int, str])
 _PAGE = 100
 
 
 class Dependencies:
     def __init__(
-        self, context: EngineContext, matcher: Matcher, verdicts: FailureHandler, inputs: InputFiles
+        self, context: EngineContext, matcher: Matcher, failures: FailureHandler, inputs: InputFiles
     ) -> None:
         self._context = context
         self._matcher = matcher
-        self._verdicts = verdicts
+        self._failures = failures
         self._inputs = inputs
         self._ended: dict[JobId, Dispatch] = {}
         self._running: asyncio.Task[None] | None = None
         context.awaited_ended = self.ended
 
-    # submit
-
     async def check(self, after: Sequence[JobId], tenant: TenantId) -> bool:
-        """Whether there is anything to wait for. What is not the tenant's own is as good as not there."""
+        """Whether any of these jobs is still open. Refuses a job of another tenant like a missing one."""
         is_open = False
         for job_id in after:
             dispatch = await self._context.store.load(job_id)
@@ -66,7 +63,7 @@ class Dependencies:
         return is_open
 
     async def announce(self, after: Sequence[JobId], job_id: JobId) -> None:
-        """Before the job is written: from here on, the end of any of those is told."""
+        """Runs before the job is written, so that the end of each awaited job reaches it."""
         store = self._context.store
         for awaited in after:
             await store.documents.put(COLLECTION, _name(awaited, job_id), b"", version=None)
@@ -76,8 +73,6 @@ class Dependencies:
                 mark = Write(awaited, AtRevision(dispatch.revision), Change(is_awaited=True))
                 if await store.write(mark) is not None:
                     break
-
-    # the end of a job somebody waits for
 
     def ended(self, dispatch: Dispatch) -> None:
         self._ended[dispatch.job_id] = dispatch
@@ -95,7 +90,9 @@ class Dependencies:
                     if dispatch.is_awaited:
                         await self.tell_dependents(awaited)
                 except Exception:
-                    log_failure(_LOG, "who waits for job %s was not told; the next sweep looks", awaited)
+                    log_failure(
+                        _LOG, "could not notify the jobs that wait for job %s; the next sweep does", awaited
+                    )
         finally:
             self._running = None
 
@@ -106,7 +103,7 @@ class Dependencies:
                 await self._forget((awaited,), job_id)
 
     async def _give_up(self, job_id: JobId) -> None:
-        """It is over without having run and waits for nothing, unless it was tried again since."""
+        """Removes the notes of a job that ended before it ran, unless somebody has retried it since."""
         job = await self._context.store.records.get(job_id)
         if job is not None and job.phase.is_final:
             await self._forget(job.payload.after, job_id)
@@ -123,10 +120,8 @@ class Dependencies:
                 return
             after = page[-1].name
 
-    # a job that waits
-
     async def look(self, job_id: JobId) -> bool:
-        """Whether it waits no longer: it was let go, or failed, here or elsewhere."""
+        """Releases or fails the job if it can. True: the job no longer waits."""
         context = self._context
         while True:
             dispatch = await context.store.load(job_id)
@@ -134,7 +129,7 @@ class Dependencies:
                 return True
             job = await context.store.records.get(job_id)
             if job is None:
-                # It ended and was forgotten since it was loaded.
+                # The job ended and was deleted since it was loaded.
                 return True
             after = job.payload.after
             problem: Failure | None = None
@@ -149,7 +144,7 @@ class Dependencies:
                 else:
                     files |= found
             if problem is not None:
-                if await self._verdicts.ended(dispatch, problem) is not None:
+                if await self._failures.ended(dispatch, problem) is not None:
                     return True
                 continue
             if not is_ready:
@@ -162,21 +157,17 @@ class Dependencies:
                 kept = {"payload": payload}
                 digest = job_sha256(msgspec.structs.replace(job, payload=payload))
                 change = msgspec.structs.replace(change, payload_sha256=digest)
-            written = await context.store.write(
-                Write(job_id, AtRevision(dispatch.revision), change, job=kept)
-            )
+            written = await context.write(Write(job_id, AtRevision(dispatch.revision), change, job=kept))
             if written is None:
                 continue
-            context.publish(written)
-            if written.dispatch.stands_in_lane:
-                self._matcher.job_arrived(written.dispatch.class_key)
+            self._matcher.job_arrived(written.dispatch)
             with best_effort(f"forget what job {job_id} waited for"):
                 await self._forget(after, job_id)
             return True
 
     async def _standing(self, awaited: JobId, job: Job) -> tuple[Phase | None, dict[int, str] | Failure]:
-        """The phase of an awaited job, and what was found of it once it completed. None: it is gone, and nobody saw
-        that it completed."""
+        """The phase of an awaited job and, once it completed, the files that it supplies. None: the job is
+        gone without a note that it completed."""
         store = self._context.store
         dispatch = await store.load(awaited)
         if dispatch is not None and dispatch.phase is not Phase.COMPLETED:
@@ -191,7 +182,7 @@ class Dependencies:
         if not isinstance(found, Failure):
             await self._inputs.use(found.values(), job.job_id)
             if document is not None:
-                # Completed jobs are not kept for ever, and this one may wait for others for long.
+                # The completed job may be deleted while this one waits for others.
                 body = _COMPLETED + (msgspec.json.encode(found) if found else b"")
                 await store.documents.put(COLLECTION, name, body, version=document.version)
         return Phase.COMPLETED, found
@@ -207,7 +198,7 @@ class Dependencies:
 
 
 def held(dispatch: Dispatch) -> Dispatch:
-    """As it stands while it waits: its preferences count from when it may run."""
+    """The dispatch of a job that waits for others: its preferences count from its release."""
     return msgspec.structs.replace(dispatch, is_held=True, relax_at=None)
 
 
@@ -216,6 +207,6 @@ def _name(awaited: JobId, job_id: JobId) -> str:
 
 
 def _failure(awaited: JobId, phase: Phase | None) -> Failure:
-    what = "is not there any more" if phase is None else phase.value
+    what = "no longer exists" if phase is None else phase.value
     what = what if phase in (None, Phase.FAILED) else f"was {what}"
     return Failure(FailureKind.DEPENDENCY_FAILED, f"the job {awaited} that it waited for {what}")

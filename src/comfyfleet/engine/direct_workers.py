@@ -1,9 +1,8 @@
-"""What an engine does for workers that have none: admits them, judges their failures, learns from their runs.
+"""Serves workers that talk to the store alone: admits them, handles their failures, learns from their runs.
 
-Every engine on the store looks, woken by a hint and once a second without one; there is no leader. Each step may be
-taken twice: a record is written over with the same one, and a verdict is guarded by the lease it ends. A report is put
-away only after its verdict is written, so an engine that dies in between leaves it to the next.
-"""
+Every engine on the store does this, on a hint and once a second; there is no leader. Each step may run twice.
+An engine removes a report only after it wrote the decision, so a crash leaves the report to the next
+engine."""
 
 from __future__ import annotations
 
@@ -36,26 +35,26 @@ class DirectWorkers:
     def __init__(self, context: EngineContext, workers: WorkerOperations) -> None:
         self._context = context
         self._workers = workers
-        self._door: DirectWorkerInbox | None = context.store.direct_workers
+        self._inbox: DirectWorkerInbox | None = context.store.direct_workers
         self._timer: Timer | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_called_again = False
         self._is_closed = False
 
     async def start(self) -> None:
-        if self._door is None:
+        if self._inbox is None:
             return
-        # Before anybody is judged by when he was last seen: their records do not say.
-        self._hear_of((await self._door.look(1)).seen)
-        self._door.listen(self.wake)
+        # Before the sweeper looks for lost workers: the workers' records do not hold these times.
+        self._hear_of((await self._inbox.look(1)).seen)
+        self._inbox.listen(self.wake)
         self.wake()
 
     def wake(self) -> None:
-        """There may be something to do: at once, or as soon as what is being done is done."""
+        """Starts a pass now, or right after the current one."""
         if self._running is not None:
             self._is_called_again = True
         elif not self._is_closed:
-            self._running = in_background(self._run(), name="foreign workers")
+            self._running = in_background(self._run(), name="direct workers")
 
     def _arm(self) -> None:
         if self._timer is None and not self._is_closed:
@@ -74,28 +73,28 @@ class DirectWorkers:
                 if not self._is_called_again:
                     break
         except Exception:
-            log_failure(_LOG, "workers without an engine could not be attended to; the next look tries again")
+            log_failure(_LOG, "could not serve the direct workers; the next pass tries again")
         finally:
             self._running = None
             self._arm()
 
     async def attend(self) -> None:
-        """Everything they have left, now."""
-        door, context = self._door, self._context
-        if door is None:
+        """Processes every waiting registration, failure report and completion."""
+        inbox, context = self._inbox, self._context
+        if inbox is None:
             return
         while True:
-            left = await door.look(_BATCH)
+            left = await inbox.look(_BATCH)
             if left.applicants or left.reports or left.finished:
-                # Judged by what the fleet is now: this engine may have had nothing to do for hours.
+                # This engine may have been idle for hours; decide with the fleet as it is now.
                 await context.fleet.sync()
             self._hear_of(left.seen)
             done = 0
             for applicant in left.applicants:
-                done += await self._admit(door, applicant)
+                done += await self._admit(inbox, applicant)
             for report in left.reports:
-                done += await self._judge(door, report)
-            for run in await door.take_finished(_BATCH) if left.finished else ():
+                done += await self._judge(inbox, report)
+            for run in await inbox.take_finished(_BATCH) if left.finished else ():
                 done += await self._learn(run)
             if not done or max(len(left.reports), left.finished) < _BATCH:
                 return
@@ -104,7 +103,7 @@ class DirectWorkers:
         for worker_id, at in seen.items():
             self._context.fleet.heard_of(worker_id, at)
 
-    async def _admit(self, door: DirectWorkerInbox, applicant: PendingRegistration) -> bool:
+    async def _admit(self, inbox: DirectWorkerInbox, applicant: PendingRegistration) -> bool:
         worker_id, problem = applicant.worker_id, applicant.problem
         try:
             if applicant.call is not None:
@@ -114,35 +113,39 @@ class DirectWorkers:
         except Refusal as refusal:
             problem = str(refusal)
         except Exception:
-            # One that cannot be admitted must not keep the others waiting; the next look tries again.
-            log_failure(_LOG, "worker %s could not be admitted", worker_id)
+            # One failed registration must not delay the others; the next pass tries again.
+            log_failure(_LOG, "could not admit worker %s; the next pass tries again", worker_id)
             return False
         if problem:
             _LOG.warning("worker %s was not admitted: %s", worker_id, problem)
-            await door.refuse(applicant, problem)
+            await inbox.refuse(applicant, problem)
         else:
-            await door.admitted(applicant)
+            await inbox.admitted(applicant)
         return True
 
-    async def _judge(self, door: DirectWorkerInbox, report: DirectWorkerFailure) -> bool:
+    async def _judge(self, inbox: DirectWorkerInbox, report: DirectWorkerFailure) -> bool:
         try:
             failure = safe_failure(bounded(report.call.failure))
             await self._workers.fail(msgspec.structs.replace(report.call, failure=failure))
         except Exception as error:
             is_over = isinstance(error, Refusal) and error.code is RefusalCode.LEASE_LOST
-            # If so, another engine has judged it, or the lease ran out before anybody came to it.
+            # Then another engine handled it, or the lease expired first.
             if not is_over:
-                # One that cannot be judged must not keep the others waiting; its lease ends by itself.
-                log_failure(_LOG, "the failure of job %s could not be judged", report.call.ref.job_id)
+                # One failed report must not delay the others; its lease expires by itself.
+                log_failure(
+                    _LOG,
+                    "could not handle the failure of job %s; its lease expires by itself",
+                    report.call.ref.job_id,
+                )
                 return False
-        await door.settled(report)
+        await inbox.settled(report)
         return True
 
     async def _learn(self, run: DirectWorkerCompletion) -> bool:
         try:
             await self._workers.finished(run)
         except Exception:
-            log_failure(_LOG, "nothing was learned from the run of job %s", run.job_id)
+            log_failure(_LOG, "could not record the run of job %s in the statistics", run.job_id)
         return True
 
     async def close(self) -> None:
@@ -155,7 +158,7 @@ class DirectWorkers:
 
 
 def _without_hub(call: RegisterWorker) -> RegisterWorker:
-    """Whatever it says: with the store alone it has no hub to get jobs and files from, or to bring files to."""
+    """A direct worker has no hub to exchange jobs and files with, whatever it declares."""
     return msgspec.structs.replace(
         call, capabilities=msgspec.structs.replace(call.capabilities, moves_files=False, has_hub=False)
     )

@@ -1,4 +1,5 @@
-"""The engine: both doors in process. It composes the desks, the rounds and the sweeper, and owns their tasks."""
+"""The engine: implements the job API and the worker API in this process. It builds the other modules' parts
+and owns their tasks."""
 
 from __future__ import annotations
 
@@ -95,19 +96,19 @@ class Engine:
         )
         self._matcher = Matcher(self._context)
         self._catalogs = NodeCatalogs(self._context)
-        self._verdicts = FailureHandler(
+        self._failures = FailureHandler(
             self._context, self._matcher, RefusalHandler(self._context, self._catalogs)
         )
         self._commands = CommandQueue(self._context, self._matcher)
         self._missing = MissingRequirements(self._context, self._commands)
         self._workers = WorkerOperations(
-            self._context, self._matcher, self._verdicts, self._commands, self._catalogs
+            self._context, self._matcher, self._failures, self._commands, self._catalogs
         )
         self._operators = OperatorCommands(self._context, self._matcher, self._workers, self._commands)
         self._inputs = InputFiles(self._context)
-        self._dependencies = Dependencies(self._context, self._matcher, self._verdicts, self._inputs)
+        self._dependencies = Dependencies(self._context, self._matcher, self._failures, self._inputs)
         self._nodes = EditorConverter(self._context, self._catalogs)
-        self._submitting = Submitter(
+        self._submitter = Submitter(
             self._context,
             self._matcher,
             self._dependencies,
@@ -124,20 +125,20 @@ class Engine:
             self._inputs,
             self._catalogs,
         )
-        self.judge = WaitingJobReview(self._context, self._matcher, self._verdicts)
-        self._follower = RemoteFactPoller(self._context)
+        self.judge = WaitingJobReview(self._context, self._matcher, self._failures)
+        self._fact_poller = RemoteFactPoller(self._context)
         self._unrunnable = UnrunnableJobs(self._context)
-        self._narrowing = NeedReview(self._context, self._matcher, self._catalogs, self._unrunnable)
-        self._peer_bus = PeerBus(self._context, self._follower, LatestProgress(self.bus))
+        self._need_review = NeedReview(self._context, self._matcher, self._catalogs, self._unrunnable)
+        self._peer_bus = PeerBus(self._context, self._fact_poller, LatestProgress(self.bus))
         self._direct_workers = DirectWorkers(self._context, self._workers)
         self._sweeper = Sweeper(
             self._context,
             self._matcher,
-            self._verdicts,
+            self._failures,
             self._workers,
             self._commands,
             self._dependencies,
-            PoisonWorkflows(self._context, self._verdicts),
+            PoisonWorkflows(self._context, self._failures),
             self._catalogs,
         )
 
@@ -152,7 +153,8 @@ class Engine:
             self.store.listen(matcher.everything_changed, self._commands.hear, matcher.relearn)
             await self._direct_workers.start()
         except BaseException:
-            # Nobody else will: its file would stay locked, its connections open. What is not open may refuse to close.
+            # Otherwise the store's file stays locked and its connections open. A part that never opened may
+            # fail to close.
             with suppress(Exception):
                 await self.close()
             raise
@@ -165,13 +167,13 @@ class Engine:
         await self.close()
 
     async def close(self) -> None:
-        """Every part, to the last, whatever one of them says: a store that stays open keeps its file locked."""
+        """Closes every part, even if one fails: a store that stays open keeps its file locked."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.store.close)
             stack.callback(self.bus.close)
             for part in (
-                self._follower,
-                self._narrowing,
+                self._fact_poller,
+                self._need_review,
                 self._dependencies,
                 self._peer_bus,
                 self._direct_workers,
@@ -180,39 +182,39 @@ class Engine:
             ):
                 stack.push_async_callback(part.close)
 
-    # the callers' door
+    # job API
 
     async def submit(
         self, submission: Submission, *, is_own: bool = False, is_large: bool = False
     ) -> Submitted:
-        """`is_own`: the graph was decoded from JSON and nobody else has it, so it need not be copied; its nodes may
-        still be text (`msgspec.Raw`). `is_large`: reading it would keep the event loop from others."""
-        return await self._submitting.submit(submission, is_own=is_own, is_large=is_large)
+        """`is_own`: the graph comes from decoded JSON and has no other owner, so it is not copied; its nodes
+        may still be `msgspec.Raw`. `is_large`: threads read it, so that the event loop goes on."""
+        return await self._submitter.submit(submission, is_own=is_own, is_large=is_large)
 
     async def admit(
         self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[WriteResult | None]]
     ) -> None:
-        """Brings a round into the queue that was taken before, at another time or by another engine."""
-        tenant = await self._submitting.admit(job, dispatch, write)
+        """Queues a round that this or another engine accepted earlier."""
+        tenant = await self._submitter.admit(job, dispatch, write)
         if tenant is not None:
             await self.judge.judge_again(job.job_id, tenant)
 
     async def repeat_of(self, submission: Submission) -> Submitted | None:
-        """The job that was made of exactly this before, if any."""
-        return await self._submitting.repeat_of(submission)
+        """The job that an identical submission created, if any."""
+        return await self._submitter.repeat_of(submission)
 
     async def holder_of(self, submission: Submission) -> Submitted | None:
-        """The job that has its reference, which must be a repeat; None where nobody has it."""
-        return await self._submitting.holder_of(submission)
+        """The job with the same reference, or None. Refuses if that job's submission differs."""
+        return await self._submitter.holder_of(submission)
 
     async def convert(
         self, workflow: Mapping[str, Any], tenant: TenantId = DEFAULT_TENANT
     ) -> dict[str, dict[str, Any]]:
-        """A workflow of the ComfyUI editor as the graph that servers run, where a live worker has its nodes."""
+        """Converts a ComfyUI editor workflow to an API graph. Needs a live worker that has its nodes."""
         return await self._nodes.convert(workflow, tenant)
 
     async def get(self, job_id: JobId, tenant: TenantId | None = None) -> JobView:
-        """`tenant`: of any other there is no such job."""
+        """`tenant`: hides the jobs of other tenants."""
         return await self._jobs.get(job_id, tenant)
 
     async def by_reference(self, reference: str, tenant: TenantId = DEFAULT_TENANT) -> JobId | None:
@@ -236,14 +238,14 @@ class Engine:
         )
 
     async def unrunnable(self) -> int:
-        """How many jobs wait though no worker which is here may take them: of the oldest, within a bound."""
+        """How many of the oldest waiting jobs no present worker can run, up to a bound."""
         return await self._unrunnable.count()
 
     async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | ProgressEvent, None]:
-        """The facts after that number, then what happens, to the end of the job. No gap and no repeat.
+        """Yields the facts after number `after`, then each new event until the job ends: no gap, no repeat.
 
-        Facts are read from the store, whose last one alone says whether the job has ended: nothing else is read that
-        could be older or newer. What the bus tells is only a reason to look."""
+        All facts come from the store, and the last one decides whether the job has ended. The bus is only a
+        reason to look."""
         subscription = self.bus.subscribe(job_id)
         try:
             facts = await self.store.facts(job_id)
@@ -262,7 +264,7 @@ class Engine:
                         continue
                     facts = await self.store.facts(job_id, last.number)
                     if not facts and await self.store.load(job_id) is None:
-                        # Purged under the eyes of its watcher.
+                        # Somebody purged the job meanwhile.
                         return
                     for fact in facts:
                         last = fact
@@ -273,59 +275,61 @@ class Engine:
             subscription.close()
 
     async def uses_file(self, file_id: str) -> bool:
-        """Whether a job that is open brings it."""
+        """Whether an open job uses the file."""
         return await self._inputs.is_used(file_id)
 
     def following(
         self, job_id: JobId, after: int = 0, look: Callable[[], None] = lambda: None
     ) -> AbstractContextManager[None]:
-        """While this lasts, the bus tells of what other engines do to the job too, and `look` is called every few
-        seconds: whoever waits looks for itself then, as news may be lost."""
-        return self._follower.follow(job_id, after, look)
+        """Inside this context the bus also publishes what other engines do to the job. `look` runs every few
+        seconds, because bus events may be lost."""
+        return self._fact_poller.follow(job_id, after, look)
 
     async def newest(self, dispatch: Dispatch) -> ProgressEvent | None:
-        """The last progress that was heard of the lease the job is under."""
+        """The last progress of the job's current lease."""
         return await self._peer_bus.newest(dispatch)
 
     def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Hears, best effort, of other engines' workers and of jobs nobody follows here. What it answers ends it."""
+        """Listens, best effort, to other engines' workers and to jobs that nobody follows here. Returns the
+        function that ends it."""
         return self._peer_bus.elsewhere(listener)
 
     def measured_by(self, wrote: Callable[[WriteResult], None]) -> None:
-        """Hears of every write of this engine once it stands, and of no other's."""
+        """Calls `wrote` after each write of this engine."""
         self._context.wrote = wrote
 
     @property
     def idle_slots(self) -> int:
-        """Polls that are parked here."""
+        """The number of polls parked here."""
         return self._matcher.idle_slots
 
     async def expected_s(self, workflow_hash: WorkflowHash, worker_id: WorkerId) -> float | None:
-        """How long such a workflow takes there, where that was learned."""
+        """The learned duration of the workflow on this worker."""
         worker = self._context.fleet.workers.get(worker_id)
         stats = await self._context.stats(workflow_hash)
         return expected_s(stats, "" if worker is None else worker.capabilities.worker_class)
 
     def announce_to(self, hear: Callable[[Submission, JobId, int], Awaitable[None]]) -> None:
-        """`hear` is told of each round of a job before it is written, and may refuse it: what it notes beside the queue
-        is there before the first fact. A round that was announced may still not come."""
+        """Calls `hear` before each round of a job is written, so that its outbox entries precede the first
+        fact. `hear` may refuse the round; an announced round may still not be written."""
         self._context.announce = hear
 
     def suspends_by(self, suspend: Callable[[TenantId], Awaitable[bool]]) -> None:
-        """How a tenant is suspended of whose workflows servers die. False: there is nothing to suspend."""
+        """Sets how the engine suspends a tenant whose workflows kill servers. False: there is no tenant to
+        suspend."""
         self._context.suspend = suspend
 
     def judged_by(self, admission_control: AdmissionControl) -> None:
-        """Jobs that come in, new or retried by hand, pass this gate."""
+        """Sets the admission control for new and manually retried jobs."""
         self._context.admission_control = admission_control
 
     def now(self) -> float:
-        """As the store would say, without asking it."""
+        """The store's time, without a call to the store."""
         return self._context.clock.now()
 
     @property
     def clock(self) -> Clock:
-        """For whatever is kept beside the queue: hubs on several machines compare such times."""
+        """The store's time. Hubs on several machines compare times from it."""
         return self._context.clock
 
     async def cancel(self, job_id: JobId, reason: str = "") -> CancelReply:
@@ -335,7 +339,8 @@ class Engine:
         return await self._jobs.retry(job_id)
 
     async def forget(self, job_id: JobId, elsewhere: Callable[[Dispatch], Awaitable[None]]) -> None:
-        """A job that has ended; those who waited for it have heard so. `elsewhere` forgets what lies elsewhere."""
+        """Deletes a job that has ended, after its dependents know of the end. `elsewhere` deletes data
+        outside the queue."""
         dispatch = await ended_job(self.store, job_id)
         job = await self.store.records.get(job_id)
         if dispatch.is_awaited:
@@ -355,10 +360,10 @@ class Engine:
         await self._jobs.set_priority(job_id, priority)
 
     async def explain(self, job_id: JobId, tenant: TenantId | None = None) -> Explanation:
-        """`tenant`: written for that tenant, to which only some workers are named."""
+        """`tenant`: explains to that tenant, and names only the workers that it may know."""
         dispatch = (await self._jobs.get(job_id)).dispatch
         if self.store.is_shared:
-            # Submitted at another engine, its class may be new to this one.
+            # Another engine may have added the class.
             await self._context.fleet.sync()
         return await explain(self._context, self._catalogs, dispatch, tenant)
 
@@ -378,19 +383,20 @@ class Engine:
             payload_bytes=counts.payload_bytes,
         )
 
-    # the workers' door
+    # worker API
 
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         worker = await self._workers.register(call)
-        self._narrowing.wake()
+        self._need_review.wake()
         return worker
 
     async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
         await self._catalogs.describe(worker_id, nodes)
-        self._narrowing.wake()
+        self._need_review.wake()
 
     async def knows_nodes(self, worker: WorkerRecord) -> bool | None:
-        """Whether a worker with the same signature has told of its nodes. None: this one has no signature."""
+        """Whether the node catalog of this worker's signature is stored. None: the worker has no
+        signature."""
         return await self._catalogs.knows(worker)
 
     async def poll(self, call: Poll) -> LeasedJob | None:
@@ -422,21 +428,20 @@ class Engine:
     # operators
 
     async def expel_worker(self, worker_id: WorkerId, reason: str) -> None:
-        """It is offline at once, and its leases are over: their jobs wait for another, uncharged, as nothing is known
-        against them or against what the worker ran. One that may come back registers again."""
+        """Takes the worker offline and requeues its jobs without a charge. The worker may register again."""
         await self._workers.unregister(worker_id, reason)
         for dispatch in await self.store.leases_of(worker_id):
-            await self._verdicts.released(dispatch, AtRevision(dispatch.revision), reason)
+            await self._failures.released(dispatch, AtRevision(dispatch.revision), reason)
 
     async def workers(self, *, max_age_s: float = 0.0) -> list[WorkerRecord]:
-        """As they stood in the store no longer ago than that."""
+        """`max_age_s`: how old the engine's copy may be."""
         if self.store.is_shared:
-            # Those of other engines too, also where no slot is parked here that would look for them.
+            # Without parked polls here, nothing else reads the workers of other engines.
             await self._context.fleet.freshen(max_age_s)
         return list(self._context.fleet.workers.values())
 
     async def leases(self, workers: Iterable[WorkerRecord]) -> dict[WorkerId, list[Dispatch]]:
-        """What each of them holds, many at a time. Whoever is offline may hold something still."""
+        """The leases of each worker. An offline worker may still hold some."""
         found: dict[WorkerId, list[Dispatch]] = {worker.worker_id: [] for worker in workers}
         names = list(found)
         for start in range(0, len(names), _WORKERS_AT_A_TIME):
@@ -446,15 +451,15 @@ class Engine:
         return found
 
     def known_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
-        """As this engine knows it, without a look into the store."""
+        """From this engine's memory, without a call to the store."""
         return self._context.fleet.workers.get(worker_id)
 
     async def remove_worker(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
-        """`is_kept_out`: it is not admitted again until it is resumed."""
+        """`is_kept_out`: an operator must resume the worker before it can register again."""
         await self._workers.remove(worker_id, is_kept_out=is_kept_out)
 
     async def resume_worker(self, worker_id: WorkerId) -> WorkerRecord:
-        """Gives work again to one that was paused, drained, or removed while it was there."""
+        """Gives work again to a worker that was paused, drained or removed."""
         return await self._operators.resume(worker_id)
 
     async def pause_worker(self, worker_id: WorkerId, is_paused: bool = True) -> None:
@@ -464,11 +469,10 @@ class Engine:
         await self._operators.command(worker_id, "drain")
 
     async def refresh_worker(self, worker_id: WorkerId) -> None:
-        """Its agent looks at once what its servers have, and registers anew."""
+        """Asks the agent to read its servers' inventory and to register again."""
         await self._commands.tell(Command("refresh"), worker_id)
 
     async def command_workers(self, action: Action) -> list[WorkerRecord]:
-        """One command to all of them."""
         return await self._operators.command_all(action)
 
     async def pause_queue(self, is_paused: bool = True) -> None:
@@ -478,19 +482,19 @@ class Engine:
         return await self.store.blocks()
 
     async def unblock(self, worker_id: WorkerId, target: str) -> bool:
-        """A workflow hash lifts what keeps any tenant's from the worker, too."""
+        """A workflow hash also lifts the blocks of that workflow for single tenants."""
         return await self._operators.unblock(worker_id, target)
 
     async def dead_letter(self, limit: int = 100, after: JobId | None = None) -> list[Dispatch]:
         return await self.store.dead_letter(limit, after)
 
     async def purge_dead_letter(self, before: float | None = None, limit: int = 1_000) -> int:
-        """Forgets jobs that failed before that time, oldest first."""
+        """Deletes jobs that failed before that time, oldest first."""
         until = await self.store.now() if before is None else before
         return await purge(self.store, Phase.FAILED, until, limit)
 
     async def sweep(self) -> None:
-        """What the timers do by themselves, now."""
+        """Runs now what the timers would run."""
         await self._sweeper.sweep()
 
 

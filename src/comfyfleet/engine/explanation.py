@@ -1,5 +1,5 @@
-"""Why is my job not running? For each worker one reason, the nearest miss, the place in line, an estimate; of a job
-that does not wait, what became of it."""
+"""Explains why a job does not run: a reason for each worker, the nearest worker, the queue position, an
+estimate. For a job that does not wait it says what happened to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from comfyfleet.policy.workflow_stats import expected_s
 async def explain(
     context: EngineContext, catalogs: NodeCatalogs, dispatch: Dispatch, tenant: TenantId | None = None
 ) -> Explanation:
-    """`tenant`: it is written for that tenant, which does not know every worker by name."""
+    """`tenant`: explains to that tenant, which may not know every worker by name."""
     job_id, phase = dispatch.job_id, dispatch.phase
     if phase is not Phase.QUEUED:
         return Explanation(job_id, phase, await _became(context, dispatch))
@@ -32,7 +32,7 @@ async def explain(
     reasons: dict[WorkerId, WorkerMismatch] = {}
     able: list[WorkerRecord] = []
     objections: dict[str | None, str | None] = {}
-    """By signature: hundreds of workers may have the same."""
+    """By signature, because hundreds of workers may share one."""
     for worker in list(context.fleet.workers.values()):
         lacks = _lacks(cls, worker)
         why = [miss.reason for miss in lacks] + await _kept_from(context, dispatch, worker, now)
@@ -49,7 +49,7 @@ async def explain(
         else:
             able.append(worker)
     position = await context.store.position(job_id)
-    # One that could run it and is only kept from it is nearer than any that lacks something.
+    # A worker that is only blocked is nearer than one that lacks something.
     kept = next((worker_id for worker_id, lacks in lacking.items() if not lacks), None)
     closest = kept or nearest_miss(lacking, context.rules.weights)
     nearest = None if closest is None else reasons[closest]
@@ -71,24 +71,24 @@ def _lacks(cls: RequirementClass, worker: WorkerRecord) -> tuple[Mismatch, ...]:
     found = misses(cls, worker.worker_id, worker.capabilities)
     if worker.capabilities.services:
         return found
-    # Its server never answered, so what it has is unknown.
+    # Its server never answered, so its inventory is unknown.
     return tuple(miss for miss in found if miss.dimension in ("affinity", "tenant"))
 
 
 async def _became(context: EngineContext, dispatch: Dispatch) -> str:
-    """Of a job that does not wait: what became of it, and what can be done."""
+    """What happened to a job that does not wait, and what the caller can do."""
     if dispatch.phase is Phase.LEASED and dispatch.lease is not None:
-        cancelled = " and was told to stop" if dispatch.stop is not None else ""
+        cancelled = " and is asked to stop" if dispatch.stop is not None else ""
         return f"the job is leased on {dispatch.lease.worker_id}{cancelled}"
     job = await context.store.records.get(dispatch.job_id)
     failure = None if job is None else job.failure
     if dispatch.phase is Phase.FAILED and failure is not None:
         attempts = len(await context.store.attempts(dispatch.job_id))
-        tried = "it was never begun" if not attempts else f"{attempts} attempt(s)"
+        tried = "it never started" if not attempts else f"{attempts} attempt(s)"
         said = failure.message.rstrip(".")
-        return f"the job failed ({failure.kind.value}; {tried}): {said}. A retry opens a new round"
+        return f"the job failed ({failure.kind.value}; {tried}): {said}. A retry starts a new round"
     if dispatch.phase is Phase.CANCELLED:
-        return "the job was cancelled; a retry opens a new round"
+        return "the job was cancelled; a retry starts a new round"
     where = "" if job is None or job.worker_id is None else f" on {job.worker_id}"
     return f"the job has {dispatch.phase.value}{where}"
 
@@ -96,7 +96,7 @@ async def _became(context: EngineContext, dispatch: Dispatch) -> str:
 async def _kept_from(
     context: EngineContext, dispatch: Dispatch, worker: WorkerRecord, now: float
 ) -> list[str]:
-    """What keeps a worker from a job it could run."""
+    """Why a worker that could run the job does not get it."""
     why: list[str] = []
     for target in dispatch.block_targets:
         block = await context.store.get_block(Pair(worker.worker_id, target))
@@ -104,7 +104,7 @@ async def _kept_from(
             assert block.blocked_until is not None
             if block.missing:
                 why.append(
-                    f"said that it lacks {', '.join(block.missing)}; it is tried again when that changes"
+                    f"reported that it lacks {', '.join(block.missing)}; it is tried again when that changes"
                 )
                 continue
             what = "this job" if target == dispatch.job_id else "this workflow"
@@ -116,7 +116,7 @@ async def _kept_from(
                 f"is blocked for {what}{whose} for another {block.blocked_until - now:.0f} s ({block.reason.value})"
             )
     if context.strategy.should_skip(worker.worker_id, dispatch.workflow_hash, now):
-        why.append("is kept from this workflow by the failover strategy")
+        why.append("is excluded from this workflow by the failover strategy")
     if worker.is_offline:
         why.append(f"is offline: {worker.offline_reason}" if worker.offline_reason else "is offline")
     elif worker.is_draining:
@@ -148,7 +148,7 @@ async def _summary(
         return f"the job waits another {max(0.0, (dispatch.not_before or now) - now):.1f} s before its next attempt"
     share = await context.store.shares.of(dispatch.tenant)
     if share.terms is not None and share.terms.is_held(now):
-        return f"the tenant {dispatch.tenant} is held{_until(share.terms, now)}: none of its jobs is given to a worker"
+        return f"the tenant {dispatch.tenant} is held{_until(share.terms, now)}: workers get none of its jobs"
     if share.is_at_cap:
         return f"the tenant {dispatch.tenant} has as many jobs running as it may: {share.leased}"
     if not context.fleet.workers:
@@ -156,8 +156,8 @@ async def _summary(
     if not able:
         assert nearest is not None
         return f"no worker can take it now; the nearest, {nearest.worker_id}, {nearest.reason}"
-    held = "" if dispatch.relax_at is None else "; a preferred worker is waited for"
-    return f"{len(able)} worker(s) can take it, {position or 0} job(s) stand before it{held}"
+    held = "" if dispatch.relax_at is None else "; it waits for a preferred worker"
+    return f"{len(able)} worker(s) can take it, {position or 0} job(s) are ahead of it{held}"
 
 
 def _until(terms: TenantTerms, now: float) -> str:
@@ -177,7 +177,7 @@ async def _waits_for(context: EngineContext, dispatch: Dispatch) -> str:
 def _estimate_s(
     context: EngineContext, dispatch: Dispatch, able: list[WorkerRecord], position: int | None
 ) -> float | None:
-    """Those before it, at what this workflow is known to take, shared by the slots that can run it."""
+    """The jobs ahead at this workflow's mean duration, spread over the slots that can run it."""
     stats = context.known_workflow_stats(dispatch.workflow_hash)
     known: dict[WorkerId, float] = {
         worker.worker_id: seconds

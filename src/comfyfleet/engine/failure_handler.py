@@ -1,7 +1,7 @@
-"""What the engine does when an attempt ends without completing: asks policy, writes its verdict, tells of blocks.
+"""Ends attempts that did not complete: asks policy, writes its decision, publishes blocks.
 
-Reports from workers and the sweeper's findings end here alike, so a failure has one consequence whoever noticed it.
-"""
+Worker reports and the sweeper's findings both come here, so a failure has the same effect whoever notices
+it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.context import EngineContext, best_effort, ignore
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.placement import RefusalHandler
 from comfyfleet.model.block import EVERY_WORKER, Block, BlockReason, Pair
@@ -39,15 +39,7 @@ from comfyfleet.policy.timers import returned
 from comfyfleet.policy.workflow_stats import no_workflow_stats, of_out_of_memory, with_memory
 
 _MAX_KEPT_OFF = 256
-"""So many jobs a sweep looks at; what keeps the others off ends with the cooldown at the latest."""
-
-
-async def _nobody(_: Dispatch, __: Block, ___: Failure) -> None:
-    """An engine wires its parts before it serves."""
-
-
-async def _nobody_late(_: FailureReport) -> None:
-    """As above."""
+"""Jobs per sweep. The blocks of the others end with the cooldown at the latest."""
 
 
 class FailureHandler:
@@ -56,13 +48,13 @@ class FailureHandler:
         self._matcher = matcher
         self._refusals = refusals
         context.give_back = self.give_back
-        self.on_late_death: Callable[[FailureReport], Awaitable[None]] = _nobody_late
-        """Set by the same: told of failures of runs whose job was cancelled, or over, before."""
-        self.on_refusal: Callable[[Dispatch, Block, Failure], Awaitable[None]] = _nobody
-        """Set by whoever sees to refused workflows: this job showed that servers die of its own."""
+        self.on_late_death: Callable[[FailureReport], Awaitable[None]] = ignore
+        """Set by the poison workflows: a run failed after its job was cancelled or had ended."""
+        self.on_refusal: Callable[[Dispatch, Block, Failure], Awaitable[None]] = ignore
+        """Set by the poison workflows: this job shows that its workflow kills servers."""
 
     async def failed(self, dispatch: Dispatch, guard: Guard, failure: Failure) -> Dispatch | None:
-        """None: the guard did not hold; somebody else has ended this lease."""
+        """None: the guard did not hold, because somebody else ended this lease."""
         context = self._context
         assert dispatch.lease is not None, "an attempt holds a lease"
         worker_id, now = dispatch.lease.worker_id, await context.store.now()
@@ -74,7 +66,7 @@ class FailureHandler:
         block, known_block = await self._recorded(dispatch, worker_id, failure, now)
         job = await context.store.records.get(dispatch.job_id)
         if block is not None and block.reason is BlockReason.REFUSED and job and job.payload.variants:
-            # The hash is that of several graphs, and it is only this one that was refused.
+            # The hash covers several graphs, and the server refused only this one.
             block = None
         choice = await self._choice(dispatch, worker_id, block, now)
         if (held := when_alone(block, known_block, failure, choice)) != block:
@@ -84,7 +76,7 @@ class FailureHandler:
             refusing = await self._refusals.refusing(dispatch, worker_id, failure, now)
             may_accept = await self._refusals.may_accept(dispatch, worker_id, refusing, now)
             choice = msgspec.structs.replace(choice, may_accept=may_accept)
-        verdict = after_failure(
+        decision = after_failure(
             dispatch,
             worker_id,
             failure,
@@ -94,39 +86,38 @@ class FailureHandler:
             fraction=context.chance.fraction(),
             retry_delay_s=None if job is None else job.payload.retry_delay_s,
         )
-        blocks = await self._blocks(dispatch, worker_id, failure, verdict, block, refusing, now)
-        refusing_block = refusal_of(dispatch, verdict.server_deaths, now) if verdict.is_poison else None
-        if verdict.will_retry:
+        blocks = await self._blocks(dispatch, worker_id, failure, decision, block, refusing, now)
+        refusing_block = refusal_of(dispatch, decision.server_deaths, now) if decision.is_poison else None
+        if decision.will_retry:
             placed = await self._placed(dispatch, failure, refusing, now)
-            write = self._retry(placed, guard, failure, verdict, tuple(blocks), now)
+            write = self._retry(placed, guard, failure, decision, tuple(blocks), now)
         else:
             refusals = () if refusing_block is None else (refusing_block,)
-            told = failure if refusing_block is None else failure_of_poison(failure, dispatch)
-            write = self._give_up(dispatch, guard, told, verdict, (*blocks, *refusals), now)
-        written = await context.store.write(write)
+            final = failure if refusing_block is None else failure_of_poison(failure, dispatch)
+            write = self._give_up(dispatch, guard, final, decision, (*blocks, *refusals), now)
+        written = await context.write(write)
         if written is None:
             return None
-        context.publish(written)
         for each in blocks:
             context.blocked(each, failure.message)
         if refusing_block is not None:
             context.fleet.note_block(refusing_block)
-            with best_effort(f"tell of the refused workflow {refusing_block.target}"):
+            with best_effort(f"publish the refusal of workflow {refusing_block.target}"):
                 await self.on_refusal(written.dispatch, refusing_block, failure)
         try:
             with best_effort(f"count a failure of worker {worker_id}"):
                 await context.fleet.note_failure(worker_id)
             if blocks:
-                with best_effort(f"look whether worker {worker_id} is to be quarantined"):
+                with best_effort(f"check whether to quarantine worker {worker_id}"):
                     await self._quarantine(worker_id, now)
         finally:
-            # Only now, so that it does not go to the worker it failed on; and now for certain, as nobody else looks.
-            if written.dispatch.stands_in_lane:
-                self._matcher.job_arrived(written.dispatch.class_key)
+            # Not earlier, or the job returns to the worker that it failed on; but in any case, as nobody else
+            # will do it.
+            self._matcher.job_arrived(written.dispatch)
         return written.dispatch
 
     async def released(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
-        """Back to its place, uncharged; but not for ever, and not if it was to be stopped anyway."""
+        """Requeues the job without a charge, unless a stop was requested or it was released too often."""
         context = self._context
         if dispatch.stop is not None:
             return await self.stopped(dispatch, guard)
@@ -140,11 +131,11 @@ class FailureHandler:
         change = msgspec.structs.replace(placed, releases=dispatch.releases + 1)
         blocks: tuple[Block, ...] = ()
         if reason == "declined" and dispatch.lease is not None:
-            # It would only be declined again: another worker, or this one a little later.
+            # The same worker would decline it again at once.
             until = now + context.rules.acknowledge_s
             blocks = (Block(dispatch.lease.worker_id, dispatch.job_id, BlockReason.JOB, 1, until),)
             change = placed
-        written = await context.store.write(
+        written = await context.write(
             Write(
                 dispatch.job_id,
                 guard,
@@ -157,16 +148,15 @@ class FailureHandler:
         )
         if written is None:
             return None
-        context.publish(written)
         for block in blocks:
             context.blocked(block, reason)
-        self._matcher.job_arrived(written.dispatch.class_key)
+        self._matcher.job_arrived(written.dispatch)
         return written.dispatch
 
     async def give_back(self, dispatch: Dispatch) -> None:
-        """A lease whose holder went away before it was told of it."""
+        """Requeues a job whose worker left before it learned of the lease."""
         store, ref = self._context.store, dispatch.lease_ref()
-        # Written only over what was read: a stop that is asked for in between is not forgotten.
+        # Written only over what was read, so that a stop request in between is not lost.
         while (current := await store.load(ref.job_id)) is not None and current.lease is not None:
             if current.lease_ref() != ref:
                 return
@@ -174,37 +164,35 @@ class FailureHandler:
                 return
 
     async def stopped(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
-        """The holder confirmed, gave the lease back, or had its time to."""
+        """Ends a lease with a stop request: the worker confirmed it, released the job, or ran out of time."""
         context = self._context
         now = await context.store.now()
         job: dict[str, object] = {"phase": Phase.QUEUED}
-        told: dict[str, object] = {"reason": reason} if reason else {}
+        data: dict[str, object] = {"reason": reason} if reason else {}
         match dispatch.stop:
             case Stop.CANCEL:
                 if dispatch.cancel_reason:
-                    told = {"reason": dispatch.cancel_reason, **({"note": reason} if reason else {})}
+                    data = {"reason": dispatch.cancel_reason, **({"note": reason} if reason else {})}
                 change, kind = cancelled(dispatch), FactKind.CANCELLED
                 job = {"phase": Phase.CANCELLED, "completed_at": now}
             case Stop.PAUSE:
                 change, kind = self._returned(dispatch, now), FactKind.PAUSED
             case _:
                 change, kind = self._returned(dispatch, now), FactKind.RELEASED
-                told = {"reason": f"retry: {reason}" if reason else "retry", "attempt": dispatch.attempts}
-        written = await context.store.write(
+                data = {"reason": f"retry: {reason}" if reason else "retry", "attempt": dispatch.attempts}
+        written = await context.write(
             Write(
                 dispatch.job_id,
                 guard,
                 change,
                 attempt_end=AttemptEnd(AttemptOutcome.CANCELLED, used_s=used_s(dispatch.lease, now)),
-                facts=(FactDraft(kind, told or None),),
+                facts=(FactDraft(kind, data or None),),
                 job=job,
             )
         )
         if written is None:
             return None
-        context.publish(written)
-        if written.dispatch.stands_in_lane:
-            self._matcher.job_arrived(written.dispatch.class_key)
+        self._matcher.job_arrived(written.dispatch)
         return written.dispatch
 
     def _returned(self, dispatch: Dispatch, now: float) -> Change:
@@ -212,8 +200,7 @@ class FailureHandler:
         return returned(dispatch, phase, dispatch.not_before, now, self._context.rules)
 
     async def end_needless_blocks(self) -> None:
-        """A job is kept off a worker that failed it while another can run it. When no other worker is left, the job may
-        go back there."""
+        """Lifts the blocks between a job and workers that failed it, when no other worker can run it."""
         context = self._context
         if not context.fleet.with_blocks:
             return
@@ -225,7 +212,7 @@ class FailureHandler:
         for dispatch in await store.load_many(list(kept_off)) if kept_off else ():
             if dispatch is None or dispatch.phase is not Phase.QUEUED or await self._has_taker(dispatch, now):
                 continue
-            # A worker that declined the job without having failed it would decline it again.
+            # A worker that declined the job without a failure would decline it again.
             pairs = [each.pair for each in kept_off[dispatch.job_id] if each.worker_id in dispatch.failed_on]
             for lifted in await store.lift(pairs):
                 await context.unblocked(lifted, "no other worker can run the job")
@@ -234,57 +221,52 @@ class FailureHandler:
     async def ended(
         self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None
     ) -> Dispatch | None:
-        """The job's own limits are over, whoever holds it."""
+        """Fails a job that has reached its own limits, with or without a lease."""
         now = await self._context.store.now()
         end = None
         if dispatch.lease is not None:
             end = AttemptEnd(AttemptOutcome.EXPIRED, failure=failure, used_s=used_s(dispatch.lease, now))
-        written = await self._context.store.write(
+        written = await self._context.write(
             Write(
                 dispatch.job_id,
                 guard or AtRevision(dispatch.revision),
                 failed(dispatch, Transition.END),
                 attempt_end=end,
-                facts=(FactDraft(FactKind.FAILED, _told(failure, failure.message, dispatch)),),
+                facts=(FactDraft(FactKind.FAILED, _fact_data(failure, failure.message, dispatch)),),
                 job={"phase": Phase.FAILED, "failure": failure, "completed_at": now},
             )
         )
-        if written is None:
-            return None
-        self._context.publish(written)
-        return written.dispatch
-
-    # the two writes a verdict can become
+        return None if written is None else written.dispatch
 
     def _retry(
         self,
         dispatch: Dispatch,
         guard: Guard,
         failure: Failure,
-        verdict: RetryDecision,
+        decision: RetryDecision,
         blocks: tuple[Block, ...],
         now: float,
     ) -> Write:
         phase = target(dispatch.phase, Transition.REQUEUE)
         change = msgspec.structs.replace(
-            returned(dispatch, phase, verdict.not_before, now, self._context.rules),
-            charged=verdict.charged,
-            worker_faults=verdict.worker_faults,
-            failed_on=verdict.failed_on,
-            expired_on=verdict.expired_on,
-            server_deaths=verdict.server_deaths,
+            returned(dispatch, phase, decision.not_before, now, self._context.rules),
+            charged=decision.charged,
+            worker_faults=decision.worker_faults,
+            failed_on=decision.failed_on,
+            expired_on=decision.expired_on,
+            server_deaths=decision.server_deaths,
         )
-        told = {**_told(failure, failure.message, dispatch), "not_before": verdict.not_before}
+        data = {**_fact_data(failure, failure.message, dispatch), "not_before": decision.not_before}
         ends = [block.blocked_until for block in blocks if block.blocked_until and block.is_in_force(now)]
         if ends:
-            # Of the worker it failed on: whoever watches knows what it waits for.
-            told |= {"blocked_until": max(ends), "blocked_s": max(ends) - now}
+            # So that a watcher of the job knows what it waits for.
+            data |= {"blocked_until": max(ends), "blocked_s": max(ends) - now}
         return Write(
             dispatch.job_id,
             guard,
             change,
-            attempt_end=_end(dispatch, failure, verdict, now),
-            facts=(FactDraft(FactKind.RETRYING, told),),
+            attempt_end=_end(dispatch, failure, decision, now),
+            facts=(FactDraft(FactKind.RETRYING, data),),
             blocks=blocks,
             job={"phase": Phase.QUEUED, "failure": failure, "worker_id": _holder(dispatch)},
         )
@@ -294,25 +276,25 @@ class FailureHandler:
         dispatch: Dispatch,
         guard: Guard,
         failure: Failure,
-        verdict: RetryDecision,
+        decision: RetryDecision,
         blocks: tuple[Block, ...],
         now: float,
     ) -> Write:
         change = failed(dispatch, Transition.GIVE_UP)
         change = msgspec.structs.replace(
             change,
-            charged=verdict.charged,
-            worker_faults=verdict.worker_faults,
-            failed_on=verdict.failed_on,
-            expired_on=verdict.expired_on,
-            server_deaths=verdict.server_deaths,
+            charged=decision.charged,
+            worker_faults=decision.worker_faults,
+            failed_on=decision.failed_on,
+            expired_on=decision.expired_on,
+            server_deaths=decision.server_deaths,
         )
         return Write(
             dispatch.job_id,
             guard,
             change,
-            attempt_end=_end(dispatch, failure, verdict, now),
-            facts=(FactDraft(FactKind.FAILED, _told(failure, verdict.why, dispatch)),),
+            attempt_end=_end(dispatch, failure, decision, now),
+            facts=(FactDraft(FactKind.FAILED, _fact_data(failure, decision.why, dispatch)),),
             blocks=blocks,
             job={
                 "phase": Phase.FAILED,
@@ -327,34 +309,31 @@ class FailureHandler:
         dispatch: Dispatch,
         worker_id: WorkerId,
         failure: Failure,
-        verdict: RetryDecision,
+        decision: RetryDecision,
         block: Block | None,
         refusing: frozenset[str],
         now: float,
     ) -> list[Block]:
-        """Of the pair, and of this job with this worker where that says more."""
+        """Blocks for the workflow on this worker and, where needed, for this job on this worker."""
         rules, is_refused = self._context.rules, is_refusal(failure)
-        if is_refused and not verdict.will_retry:
-            # Nobody else is there to take such workflows: the next one is to hear at once that it is refused.
+        if is_refused and not decision.will_retry:
+            # No other worker could take this workflow, so the next job of it should be refused at once.
             return []
         if block is not None and block.is_in_force(now):
             for_all = met_by_two(block, await self._context.store.blocks(worker_id), now)
             return [block] if for_all is None else [block, for_all]
         blocks = [block] if block is not None else []
-        # Where its signature is known to refuse the job, the job's next class keeps it off, and all its equals.
-        if verdict.keep_off_worker and not refusing:
+        # If the whole signature refuses the job, its next class already excludes this worker.
+        if decision.keep_off_worker and not refusing:
             reason = BlockReason.REFUSED if is_refused else BlockReason.JOB
             until = now + (rules.inventory_block_s if is_refused else rules.cooldown_s)
             blocks.append(Block(worker_id, dispatch.job_id, reason, 1, until))
         return blocks
 
-    # what policy needs to know
-
     async def _recorded(
         self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
     ) -> tuple[Block | None, Block | None]:
-        """The failure, counted for whom it concerns, and what was known before. A strategy knows workers and hashes
-        alone."""
+        """Counts the failure with the failover strategy. Returns the new block and the previous one."""
         context, workflow_hash = self._context, dispatch.workflow_hash
         cls = context.fleet.classes.get(dispatch.class_key)
         block_target = blocked_target(
@@ -381,15 +360,15 @@ class FailureHandler:
                 is_blocked = await self._is_blocked(worker.worker_id, now, for_tenant, for_all)
                 takes_work = self._takes(dispatch, worker, now)
                 is_alone &= not takes_work
-                # One that is kept off this job because it failed there too is no way out.
+                # A worker that failed this job too is no alternative.
                 if not is_blocked and takes_work:
                     others += not await self._is_blocked(worker.worker_id, now, for_job)
-            # A worker that is offline just now is still one that may run it.
+            # An offline worker may still return and run it.
             is_blocked_everywhere &= is_blocked
         return RetryChoice(others, is_blocked_everywhere, is_alone)
 
     def _takes(self, dispatch: Dispatch, worker: WorkerRecord, now: float) -> bool:
-        """Whether it takes work now, and such work, as far as no block is concerned."""
+        """Whether the worker takes such work now, ignoring blocks."""
         context = self._context
         return context.fleet.takes_work(worker, now) and not context.strategy.should_skip(
             worker.worker_id, dispatch.workflow_hash, now
@@ -415,7 +394,7 @@ class FailureHandler:
         return False
 
     def _with_card(self, failure: Failure, worker_id: WorkerId) -> Failure:
-        """Out of memory is remembered with the size of the card it happened on."""
+        """Adds the size of the card to an out-of-memory failure."""
         worker = self._context.fleet.workers.get(worker_id)
         if failure.kind is not FailureKind.OUT_OF_MEMORY or failure.vram_gb is not None or worker is None:
             return failure
@@ -424,19 +403,19 @@ class FailureHandler:
     async def _placed(
         self, dispatch: Dispatch, failure: Failure, refusing: frozenset[str], now: float
     ) -> Dispatch:
-        """Where the next attempt stands: with bigger cards, or no longer with those it preferred."""
+        """Chooses the class of the next attempt: with bigger cards, or without the first preference."""
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             return await self._with_more_memory(dispatch, failure, now)
         if refusing:
             dispatch = await self._refusals.elsewhere(dispatch, refusing)
         if self._context.fleet.waits_for_memory(dispatch):
             return dispatch
-        # The preferred worker had its chance: a retry goes wherever it may.
+        # The preferred worker had its chance; a retry goes to any worker.
         anywhere = dispatch.relaxed_class or dispatch.class_key
         return msgspec.structs.replace(dispatch, class_key=anywhere, relaxed_class=None, relax_at=None)
 
     async def _with_more_memory(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
-        """Learned for the workflow; this job asks for a bigger card, as long as there is one that could take it."""
+        """Records the memory need of the workflow and asks for a bigger card if the fleet has one."""
         context, workflow_hash = self._context, dispatch.workflow_hash
         stats = await context.stats(workflow_hash) or no_workflow_stats(workflow_hash)
         if failure.vram_gb:
@@ -471,21 +450,21 @@ class FailureHandler:
             context.wake_by(until)
 
 
-def _end(dispatch: Dispatch, failure: Failure, verdict: RetryDecision, now: float) -> AttemptEnd:
+def _end(dispatch: Dispatch, failure: Failure, decision: RetryDecision, now: float) -> AttemptEnd:
     is_expiry = failure.kind is FailureKind.LEASE_EXPIRED
     outcome = AttemptOutcome.EXPIRED if is_expiry else AttemptOutcome.FAILED
-    return AttemptEnd(outcome, verdict.charge.value, failure, used_s(dispatch.lease, now))
+    return AttemptEnd(outcome, decision.charge.value, failure, used_s(dispatch.lease, now))
 
 
 def _holder(dispatch: Dispatch) -> WorkerId | None:
     return None if dispatch.lease is None else dispatch.lease.worker_id
 
 
-def _told(failure: Failure, why: str, dispatch: Dispatch) -> dict[str, object]:
-    told: dict[str, object] = {"kind": failure.kind.value, "message": failure.message, "why": why}
-    told["attempt"] = dispatch.attempts
+def _fact_data(failure: Failure, why: str, dispatch: Dispatch) -> dict[str, object]:
+    data: dict[str, object] = {"kind": failure.kind.value, "message": failure.message, "why": why}
+    data["attempt"] = dispatch.attempts
     if dispatch.lease is not None:
-        told |= {"worker_id": dispatch.lease.worker_id, "lease": dispatch.lease.number}
+        data |= {"worker_id": dispatch.lease.worker_id, "lease": dispatch.lease.number}
     if failure.node_id is not None:
-        told["node_id"] = failure.node_id
-    return told
+        data["node_id"] = failure.node_id
+    return data

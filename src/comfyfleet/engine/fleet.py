@@ -1,9 +1,8 @@
-"""The workers an engine knows, the classes that wait, and which profile may take which class.
+"""The workers an engine knows, the requirement classes in use, and which profile may take which class.
 
-Feasibility is policy's; here it is asked once for each new class and each new profile, and the answers are put into the
-store's table. A profile is a worker's capabilities as far as live classes can tell workers apart, so equal workers, and
-workers that differ only in what nobody asks for, share one.
-"""
+Policy decides feasibility; the fleet asks once per new class and profile and writes the answers into the
+store's table. A profile holds only the capabilities that live classes ask for, so similar workers share
+one."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from comfyfleet.policy.projection import Vocabulary, profile_key
 from comfyfleet.policy.registration import capabilities_of, registered_again, registered_first
 from comfyfleet.ports import Clock, Store
 
-# After so many growths the vocabulary is made anew from what waits, so that words nobody uses any more are forgotten.
+# After this many growths the fleet rebuilds the vocabulary from the waiting classes, to drop unused words.
 _REBUILD_AFTER = 1024
 _SAVE_SEEN_EVERY_S = 10.0
 _SET_S = 1.0
@@ -39,14 +38,15 @@ class Fleet:
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.classes: dict[ClassKey, RequirementClass] = {}
         self.with_blocks: set[WorkerId] = set()
-        """Workers that have a block with an end, as far as is known here: whether it is over is the store's to say."""
+        """Workers with a timed block, as far as this engine knows. Only the store knows whether it has
+        ended."""
         self.refused: frozenset[str] = frozenset()
-        """Workflows of tenants that no worker gets because servers died of them, as targets of blocks."""
+        """Block targets of workflows that no worker gets, because servers died of them."""
         self.is_fresh_since = float("-inf")
-        """When what others may change was last read from the store, by the clock that nobody sets."""
+        """When the fleet was last read from the store, in monotonic time."""
         self._fits: dict[ClassKey, set[ProfileKey]] = {}
         self._judged: Set[ProfileKey] = frozenset()
-        """Profiles for which `_fits` holds the verdict on every class that is in it."""
+        """Profiles for which `_fits` is complete."""
         self._vocabulary = Vocabulary.of(())
         self._growths = 0
         self._selectivity: dict[ClassKey, int] = {}
@@ -56,7 +56,7 @@ class Fleet:
         self._saved_at: dict[WorkerId, float] = {}
         self._changing = asyncio.Lock()
 
-    # what others, or this engine in an earlier life, have put into the store
+    # loading
 
     async def load(self) -> None:
         async with self._changing:
@@ -69,13 +69,13 @@ class Fleet:
             await self.sync()
 
     async def sync(self) -> bool:
-        """Reads again what other engines may have changed. True: somebody may find what was not there before."""
+        """Reads what other engines changed. True: a parked poll may now find a job."""
         self.is_fresh_since = self._clock.monotonic()
         async with self._changing:
             return await self._catch_up() | await self._read_blocks()
 
     async def _catch_up(self) -> bool:
-        """Learns of classes and workers of others, so that a profile here means the same as it does there."""
+        """Reads the classes and workers of other engines, so that a profile means the same here and there."""
         stored = {worker.worker_id: worker for worker in await self._store.workers()}
         changed = stored.keys() != self.workers.keys()
         for gone in self.workers.keys() - stored.keys():
@@ -84,12 +84,13 @@ class Fleet:
             known = self.workers.get(worker_id)
             if known is not None:
                 changed |= not known.matches_like(worker)
-                # The one thing that is newer here: it is not saved each time.
+                # Only this field may be newer here: the engine does not save it each time.
                 last_seen_at = max(known.last_seen_at, worker.last_seen_at)
                 worker = msgspec.structs.replace(worker, last_seen_at=last_seen_at)
             self.workers[worker_id] = worker
         table = await self._store.table()
-        # Dropped by an engine that had not yet heard who has it: nobody would find anything for them.
+        # Another engine dropped a profile before it knew the profile's worker. Such a worker would get no
+        # job.
         is_missing = not all(worker.profile in table.profiles for worker in self.workers.values())
         if table.version == self._table_version and not changed and not is_missing:
             return False
@@ -107,7 +108,7 @@ class Fleet:
         return True
 
     def _judge(self, key: ClassKey, cls: RequirementClass, profiles: Set[ProfileKey]) -> None:
-        """Which of the profiles in the table may take the class, as the table has it too."""
+        """Adds the profiles in the table that may take the class."""
         fits = self._fits.setdefault(key, set())
         for profile, worker in self._speakers().items():
             if profile in profiles and is_feasible(cls, worker.worker_id, worker.capabilities):
@@ -122,7 +123,7 @@ class Fleet:
         return bool(workers - self.with_blocks or refused - self.refused)
 
     def _speakers(self) -> dict[ProfileKey, WorkerRecord]:
-        """Whatever one worker of a profile may take, all of them may: one speaks for each."""
+        """One worker for each profile: workers of a profile may take the same classes."""
         return {worker.profile: worker for worker in self.workers.values()}
 
     # classes
@@ -136,12 +137,12 @@ class Fleet:
         return key
 
     async def ensure_class(self, cls: RequirementClass, *, unless_known: bool = False) -> ClassKey:
-        """The class is in the store's table, with a verdict for every profile there is. `unless_known`: that it was
-        put there once will do, the store tells whoever uses it if it has dropped it since."""
+        """Puts the class into the store's table, with a decision for every profile. `unless_known`: skips a
+        class that this engine has put there before; the store reports a dropped class on use."""
         async with self._changing:
             key = self.key_of(cls)
             if unless_known and key in self.classes:
-                # A batch of a new class: the first of its jobs has brought it in while the others waited.
+                # The first job of a batch added the class while the others waited.
                 return key
             return await self._ensure_class(cls)
 
@@ -167,7 +168,7 @@ class Fleet:
         return key
 
     def profiles_for(self, key: ClassKey) -> Set[ProfileKey]:
-        """As the fleet is now: whoever waits meanwhile takes a copy."""
+        """The live set: callers that await in between take a copy."""
         return self._fits.get(key, _NONE)
 
     def able(self, key: ClassKey) -> list[WorkerRecord]:
@@ -180,21 +181,20 @@ class Fleet:
         ]
 
     def is_held_back(self, worker: WorkerRecord) -> bool:
-        """A fake beside workers that are none, here now or away for a while: their jobs are not for it."""
+        """Whether a fake worker gets no jobs because the fleet has real workers, present or away."""
         return is_held_back(worker, self.workers.values())
 
     def takes_work(self, worker: WorkerRecord, now: float) -> bool:
         return worker.takes_work(now) and not self.is_held_back(worker)
 
     def selectivity(self, key: ClassKey) -> int:
-        """How many live workers may take this class."""
         known = self._selectivity.get(key)
         if known is None:
             known = self._selectivity[key] = len(self.able(key))
         return known
 
     def signatures(self) -> frozenset[str]:
-        """Those of the services that live workers offer."""
+        """The node signatures of live workers."""
         if self._signatures is None:
             self._signatures = frozenset(
                 service.signature
@@ -206,7 +206,7 @@ class Fleet:
         return self._signatures
 
     def _changed(self) -> None:
-        """Who is there, or what they offer: what was counted is counted anew."""
+        """Drops figures that depend on the workers and their capabilities."""
         self._selectivity.clear()
         self._signatures = None
 
@@ -218,7 +218,7 @@ class Fleet:
         )
 
     def waits_for_memory(self, dispatch: Dispatch) -> bool:
-        """Its class asks for more memory than the one it relaxes to: a bigger card is hoped for."""
+        """Whether the class asks for more memory than the one it relaxes to."""
         later = None if dispatch.relaxed_class is None else self.classes.get(dispatch.relaxed_class)
         now = self.classes.get(dispatch.class_key)
         if now is None or later is None:
@@ -233,8 +233,8 @@ class Fleet:
     async def put(
         self, call: RegisterWorker, now: float, lost_s: float
     ) -> tuple[WorkerRecord, WorkerRecord | None]:
-        """The record, and the one that it was written over: of several engines that write it, one has brought it in.
-        Refuses where another agent works under this name: one that was heard of since `lost_s` ago."""
+        """Registers a worker. Returns its record and the previous one, so that one of several engines sees
+        the arrival. Refuses if another agent used this name within `lost_s`."""
         async with self._changing:
             return await self._put(call, now, lost_s)
 
@@ -257,7 +257,7 @@ class Fleet:
             before = stored
             return registered_again(stored, call, profile, now, lost_s)
 
-        # Over what an operator says of it meanwhile, never past it.
+        # `change` starts from the stored record, so an operator's change in between survives.
         while (record := await self.change(worker_id, again)) is None:
             before, first = None, registered_first(call, profile, now)
             self.workers[worker_id] = first
@@ -265,32 +265,32 @@ class Fleet:
             if await self._store.add_worker(first):
                 record = first
                 break
-            # Another engine was quicker: the next turn reads what it wrote.
+            # Another engine added the worker first; read its record.
             self._table_version = -1
         if known is not None and known.profile != profile:
             await self._drop_unused()
         return record, before
 
     async def newest(self, worker_id: WorkerId) -> WorkerRecord | None:
-        """As it stands in the store: what is written over it must not undo what another engine has changed."""
+        """The stored record, so that a change based on it keeps what other engines wrote."""
         known = self.workers.get(worker_id)
         if known is None or not self._store.is_shared:
             return known
         stored = await self._store.get_worker(worker_id)
         if stored is None:
-            # Removed at another engine: it stays so until it registers again.
+            # Another engine removed the worker; it must register again.
             self._forget(worker_id)
             return None
         if not known.matches_like(stored):
-            # The next look judges what it may take now.
+            # Recompute the worker's classes at the next sync.
             self._table_version = -1
         seen_at = max(stored.last_seen_at, self.workers.get(worker_id, known).last_seen_at)
         return msgspec.structs.replace(stored, last_seen_at=seen_at)
 
     async def look_at(self, matched: WorkerRecord) -> None:
-        """The store would not lease to a worker as it was matched: everything is read again if it is another by now."""
+        """After a refused lease: reads the fleet again if the worker's profile has changed."""
         known = self.workers.get(matched.worker_id)
-        # Where nobody else writes, or another slot has looked already, there is nothing to learn.
+        # Without other engines, or after another slot's look, nothing is new.
         if not self._store.is_shared or known is None or known.profile != matched.profile:
             return
         stored = await self._store.get_worker(matched.worker_id)
@@ -300,8 +300,8 @@ class Fleet:
     async def change(
         self, worker_id: WorkerId, change: Callable[[WorkerRecord], WorkerRecord | None]
     ) -> WorkerRecord | None:
-        """As `change` makes it of what stands in the store; again, when somebody else has written it since. None: there
-        is none (any more), or nothing is to be changed."""
+        """Applies `change` to the stored record, and repeats it if somebody else wrote in between. None: the
+        worker is gone, or `change` returned None."""
         while (newest := await self.newest(worker_id)) is not None:
             changed = change(newest)
             if changed is None:
@@ -318,17 +318,18 @@ class Fleet:
             return True
         stored = await self._store.get_worker(worker_id)
         if stored is None:
-            # Removed at another engine: it stays so until it registers again.
+            # Another engine removed the worker; it must register again.
             self._forget(worker_id)
         else:
-            # What it declared there stands: it may have shut a tenant out. The next look judges what it may take now.
+            # The stored record wins: it may exclude a tenant.
             self.workers[worker_id] = stored
             self._table_version = -1
             self._changed()
         return False
 
     async def note_seen(self, worker_id: WorkerId, now: float) -> None:
-        """Kept at hand each time, and in the store often enough that no other engine takes the worker for lost."""
+        """Saves the time in the store only often enough that other engines do not take the worker for
+        lost."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return
@@ -338,7 +339,7 @@ class Fleet:
             await self._note(worker_id)
 
     def follow_clock(self) -> None:
-        """Somebody may have set the clock. A worker that was silent for a second then still was for a second."""
+        """Shifts the last-seen times after somebody set the clock, so that silences keep their length."""
         began = self._clock.now() - self._clock.monotonic()
         by, self._began = began - self._began, began
         if abs(by) > _SET_S:
@@ -348,7 +349,7 @@ class Fleet:
                 )
 
     def heard_of(self, worker_id: WorkerId, at: float) -> None:
-        """The store knows that it was there; nothing is to be kept."""
+        """For a time that the store already has."""
         worker = self.workers.get(worker_id)
         if worker is not None and worker.last_seen_at < at:
             self.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=at)
@@ -367,7 +368,7 @@ class Fleet:
         busy_s: float = 0.0,
         live: LiveState | None = None,
     ) -> None:
-        """Totals and live values: nothing that selectivity depends on, and nothing that an operator sets."""
+        """Adds to totals and live values. Selectivity and operators' flags do not depend on them."""
         known = self.workers.get(worker_id)
         if known is None:
             return
@@ -375,14 +376,14 @@ class Fleet:
             worker_id, WorkerDelta(completed, failed, busy_s, known.last_seen_at, live)
         )
         if noted is None:
-            # Removed at another engine: it stays so until it registers again.
+            # Another engine removed the worker; it must register again.
             self._forget(worker_id)
             return
         if not known.matches_like(noted):
-            # The next look judges what it may take now.
+            # Recompute the worker's classes at the next sync.
             self._table_version = -1
         if (known := self.workers.get(worker_id)) is not None and known.revision <= noted.revision:
-            # Only another engine knows better. What this one wrote may be of before somebody set the clock back.
+            # Only another engine can know a later time. This engine's own may precede a change of the clock.
             seen_at = max(known.last_seen_at, noted.last_seen_at if self._store.is_shared else 0.0)
             self.workers[worker_id] = msgspec.structs.replace(noted, last_seen_at=seen_at)
 
@@ -409,7 +410,8 @@ class Fleet:
     async def _admit(
         self, worker_id: WorkerId, capabilities: Capabilities, heir_of: ProfileKey | None = None
     ) -> ProfileKey:
-        """The worker's profile, in the table. An heir only parts from its equals: its verdicts are those it had."""
+        """Adds the worker's profile to the table. `heir_of`: the old profile, whose decisions it keeps when
+        it splits."""
         profile = profile_key(worker_id, capabilities, self._vocabulary)
         while True:
             table = await self._store.table()
@@ -431,7 +433,7 @@ class Fleet:
                 return profile
 
     async def _grow(self, *classes: RequirementClass) -> None:
-        """A class names something new: workers that were equal so far may have to part."""
+        """Extends the vocabulary by new classes. Workers that shared a profile may split."""
         self._growths += 1
         if self._growths >= _REBUILD_AFTER:
             self._growths = 0
@@ -450,7 +452,7 @@ class Fleet:
                 return False
             if await self._replace(msgspec.structs.replace(worker, profile=profile)):
                 break
-            # Another engine has written it meanwhile: it parts as it is by now.
+            # Another engine wrote the worker meanwhile; split the stored record.
             worker, heir_of = self.workers.get(worker.worker_id), None
         return True
 

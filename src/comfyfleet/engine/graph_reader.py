@@ -1,10 +1,8 @@
-"""What a submitted graph is: checked, hashed, and what it needs. Nodes and graphs that were seen before are recalled.
+"""Reads submitted graphs: checks, hashes, finds their needs. Caches nodes and structures that it has read.
 
-Callers send the same workflow again and again with another seed or another prompt. Of such a graph all nodes but one or
-two are, byte for byte, nodes that were checked before, and its structure is one whose hash and needs are known. So
-nodes may come as text, of which only what is new is decoded. What is recalled is exactly what the check would find;
-whatever is new or wrong goes through the check itself (`model/`).
-"""
+Callers send the same workflow with another seed or prompt, so most nodes are byte for byte known. Nodes may
+come as raw text; the reader decodes only new ones. The cache returns exactly what the check in `model/`
+finds."""
 
 from __future__ import annotations
 
@@ -38,10 +36,10 @@ _MAX_NODE_BYTES = 2_048
 _MAX_GRAPHS = 1_024
 _MAX_GRAPH_NODES = 500
 _MAX_GRAPH_CHARACTERS = 16_384
-"""Beyond them nothing is remembered, or everything is forgotten: what matters comes back with the next job."""
+"""Larger graphs are not cached; a full cache is cleared. The next job refills it."""
 
 _PLAIN = 1 << 64
-"""What any reader of JSON takes for a number."""
+"""Every JSON reader takes smaller integers as numbers."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -49,20 +47,20 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 _Graph = tuple[str | bytes, ...]
-"""Its node ids, then their structures. Both are small, and the structures those of other graphs too."""
+"""The node ids, then the node structures, which other graphs share."""
 
 
 class GraphReading(NamedTuple):
     graph: dict[str, Any]
-    """Nobody else's, though its nodes may be those of other jobs: nothing in it is changed in place."""
+    """Its own dict, but its nodes may be shared with other jobs: change nothing in place."""
     workflow_hash: WorkflowHash
     needs: GraphNeeds
     drawing: tuple[str, ...]
-    """Nodes that ask for a seed."""
+    """The nodes that ask for a seed."""
 
 
 class _Seen(NamedTuple):
-    """A node as it was sent, and the digest of its structure: all of it that the rest of a reading depends on."""
+    """A node as sent, and the digest of its structure. The rest of a reading depends on the digest alone."""
 
     content: dict[str, Any]
     structure: bytes
@@ -73,13 +71,13 @@ class GraphReader:
         self._max_nodes = max_nodes
         self._nodes: dict[bytes, _Seen] = {}
         self._shapes: dict[bytes, bytes] = {}
-        """Structures by shape: a node with another seed is as good as known."""
+        """Structures by shape, so that a node with another seed is known."""
         self._graphs: dict[_Graph, GraphReading] = {}
 
     def read(self, graph: Mapping[str, Any], *, is_own: bool = False) -> GraphReading:
-        """Raises `InvalidWorkflow`. `is_own`: it was decoded from JSON, its nodes or not, and nobody else has it."""
+        """Raises `InvalidWorkflow`. `is_own`: the graph comes from decoded JSON and has no other owner."""
         if not is_own:
-            # A copy of our own: the caller may go on changing its graph for the next job.
+            # Copy it: the caller may change its graph for the next job.
             workflow = parse_workflow(graph, max_nodes=self._max_nodes)
             return _read(workflow, workflow.to_graph())
         recalled = self._recall(graph)
@@ -90,26 +88,25 @@ class GraphReader:
         known = self._graphs.get(structure)
         if known is None:
             known = _read(check_workflow(nodes, max_nodes=self._max_nodes), {})
-            # The name of an input file may be the file itself, as text, and so may that of a node.
+            # An input or node name may contain a whole file as text.
             if _size(known) + sum(map(len, nodes)) <= _MAX_GRAPH_CHARACTERS:
                 _remember(self._graphs, structure, known, _MAX_GRAPHS)
         return GraphReading(nodes, known.workflow_hash, known.needs, known.drawing)
 
     def read_once(self, graph: Mapping[str, Any]) -> GraphReading:
-        """As `read` of a graph of our own, and nothing is recalled or remembered: for a thread, and for what is too
-        large to be worth it."""
+        """Like `read` with `is_own`, without the cache: for threads and for graphs too large to cache."""
         graph = decoded_graph(graph)
         return _read(check_workflow(graph, max_nodes=self._max_nodes), graph)
 
     def _recall(self, graph: Mapping[str, Any]) -> tuple[dict[str, Any], _Graph] | None:
-        """The graph made of nodes that are known, and what it is known by. None: it is not worth it, or wrong."""
+        """The graph from cached nodes, and its cache key. None: not worth caching, or wrong."""
         if not isinstance(graph, dict) or len(graph) > _MAX_GRAPH_NODES:
             return None
         nodes: dict[str, Any] = {}
         structures: list[bytes] = []
         for node_id, content in graph.items():
             try:
-                # A text in JSON and one in MessagePack are never the same: the first byte of an object differs.
+                # JSON and MessagePack texts never collide: the first byte of an object differs.
                 text = bytes(content) if type(content) is msgspec.Raw else _encode(content)
             except OverflowError:
                 return None
@@ -145,8 +142,8 @@ def _remember(known: dict[K, T], key: K, value: T, most: int) -> None:
 
 
 def _shape(content: Any) -> bytes | None:
-    """The node with 0 for its numbers: none of them is part of its structure, but for -1, which may ask for a seed.
-    None: it is not worth it, or wrong."""
+    """The node with 0 for its numbers, which are not part of its structure; -1 stays, as it may ask for a
+    seed. None: not worth caching, or wrong."""
     inputs = content.get("inputs") if type(content) is dict else None
     if type(inputs) is not dict:
         return None
@@ -178,7 +175,7 @@ def _size(reading: GraphReading) -> int:
 
 
 def _read(workflow: Workflow, graph: dict[str, Any]) -> GraphReading:
-    # Thousands of waiting jobs share one workflow: they share its text too.
+    # Thousands of waiting jobs share one workflow, so they share its text.
     workflow_hash = WorkflowHash(sys.intern(hash_workflow(workflow)))
     drawing = tuple(node_id for node_id, node in workflow.nodes.items() if asks_for_seed(node))
     return GraphReading(graph, workflow_hash, read_needs(workflow), drawing)

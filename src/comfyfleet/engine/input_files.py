@@ -1,9 +1,7 @@
-"""The files of jobs as an engine knows them: found among what earlier jobs left, and noted as in use.
+"""Resolves inputs that are outputs of earlier jobs, and records which jobs use which files.
 
-A note stands in the store's cabinet for each file and job, before the job is written, until it has completed. Whoever
-keeps the files asks here before it forgets one; notes of other jobs that have ended go then. Which output is meant is
-policy's to say.
-"""
+A note in the document store, one per file and job, comes before the job and stays until it completes. The
+file store asks `is_used` before it deletes a file. Policy decides which output an input means."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ COLLECTION = "file_uses"
 _PAGE = 100
 _PAGES = 10
 _YOUNG_S = 3600.0
-"""A note without a job: the job is being written, or its submit died."""
+"""For this long a note without a job counts: the job may still be on its way."""
 
 
 class InputFiles:
@@ -31,7 +29,7 @@ class InputFiles:
         self._context = context
 
     async def named(self, submission: Submission) -> Submission:
-        """With the ids of the jobs it names by their references, and waiting for every job it takes an output of."""
+        """Replaces references by job ids, and adds the source job of each input to `after`."""
         known: dict[str, JobId] = {}
         for name in (*submission.after, *(each.job for each in submission.inputs if each.job is not None)):
             if name not in known:
@@ -43,7 +41,7 @@ class InputFiles:
         return msgspec.structs.replace(submission, after=tuple(dict.fromkeys(known.values())), inputs=inputs)
 
     async def _id_of(self, name: JobId, tenant: TenantId) -> JobId:
-        """Its id, or its reference. What is neither stays as it is, and is refused as such later."""
+        """The id of the job with this id or reference. Other names stay, and are refused later."""
         store = self._context.store
         dispatch = await store.load(name)
         if dispatch is None or dispatch.tenant != tenant:
@@ -52,7 +50,7 @@ class InputFiles:
         return name
 
     async def found(self, submission: Submission, awaited: JobId) -> dict[int, str] | Failure:
-        """Of a job that has completed: the file for each input that names it, by the input's number."""
+        """The file for each input that names this completed job, by input number."""
         files: dict[int, str] = {}
         wanted = [(number, each) for number, each in enumerate(submission.inputs) if each.job == awaited]
         job = await self._context.store.records.get(awaited) if wanted else None
@@ -60,7 +58,7 @@ class InputFiles:
             if job is None or job.result is None:
                 return Failure(
                     FailureKind.MISSING_INPUT,
-                    f"the input {each.target} cannot be had: the job {awaited} is not there any more",
+                    f"the input {each.target} is not available: the job {awaited} no longer exists",
                     node_id=each.node,
                     missing=(each.target,),
                 )
@@ -71,7 +69,7 @@ class InputFiles:
         return files
 
     async def filled(self, submission: Submission) -> Submission:
-        """All that it waits for has completed already: what cannot be had is refused at once."""
+        """Fills in the files when all awaited jobs have completed. Refuses an input that is missing."""
         files: dict[int, str] = {}
         for awaited in submission.after:
             found = await self.found(submission, awaited)
@@ -80,8 +78,6 @@ class InputFiles:
             files |= found
         return with_files(submission, files)
 
-    # what is in use
-
     async def use(self, files: Iterable[str | None], job_id: JobId) -> None:
         now = b"%.0f" % self._context.clock.now()
         for file_id in dict.fromkeys(files):
@@ -89,7 +85,7 @@ class InputFiles:
                 await self._context.store.documents.put(COLLECTION, f"{file_id}/{job_id}", now, version=None)
 
     async def is_used(self, file_id: str) -> bool:
-        """By a job that is open. Notes of others are put away; where there are very many, the next look goes on."""
+        """Whether an open job uses the file. Removes notes of ended jobs, a bounded number in each call."""
         store, beginning = self._context.store, f"{file_id}/"
         after = beginning
         for _ in range(_PAGES):
@@ -110,7 +106,7 @@ class InputFiles:
 
 
 async def forget(documents: DocumentStore, job: Job) -> None:
-    """It has completed. One that failed may be tried again: its notes stay for as long as its files do."""
+    """Removes the notes of a completed job. A failed job keeps them, as somebody may retry it."""
     for file_id in dict.fromkeys(each.file for each in job.payload.inputs):
         if file_id is not None:
             await documents.remove(COLLECTION, f"{file_id}/{job.job_id}")

@@ -1,9 +1,8 @@
-"""A page of jobs by what a caller asks for.
+"""Lists jobs by a filter.
 
-Stores page by tenant and phase, in the order of submission or against it. Whatever else is asked for is looked for
-here, page by page and within a bound: a page that found too little in it says where to go on. Ids grow with time, so a
-list that begins at a time begins at the first id of that time and looks at nothing before.
-"""
+Stores page by tenant and phase. This module applies the other conditions page by page within a bound, and
+returns where the next call continues. Ids grow with time, so a list from a time starts at the first id of
+that time."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from comfyfleet.model.job import Job
 from comfyfleet.ports import Records
 
 MAX_LOOKED_AT = 2_000
-"""Records a call looks at. Each is read whole, payload and all …"""
+"""Records that one call reads; each comes with its payload."""
 _LONGEST_S = 2.0
-"""… and may be large: a call that has looked for so long says where to go on."""
+"""A call that takes this long returns where to continue."""
 
 _PAGE = 20
-"""So few at a time, that whoever else the process serves is not held up by them."""
+"""Small, so that other requests in the process are not delayed."""
 _OUT_OF_ORDER_S = 5.0
-"""Jobs stand in the order they were written in: one that was held up on its way stands behind some that came later."""
+"""Jobs are in the order of their writes, so a delayed submission stands behind later ones."""
 
 
 async def list_jobs(
@@ -37,7 +36,7 @@ async def list_jobs(
     newest_first: bool = False,
     among: Callable[[Sequence[Job]], Awaitable[Container[JobId]]] | None = None,
 ) -> JobPage:
-    """`among`: which of a page are wanted, where their records alone do not say."""
+    """`among`: selects jobs of a page by more than their records."""
     found: list[Job] = []
     looked_at = 0
     after = _start(wanted, after, newest_first)
@@ -61,23 +60,23 @@ async def list_jobs(
         looked_at += len(page)
         if len(page) < size:
             return JobPage(tuple(found))
-        # A store in this process answers at once, and there may be a hundred pages.
+        # An in-process store never yields, and there may be a hundred pages.
         await asyncio.sleep(0)
     return JobPage(tuple(found), after)
 
 
 def _start(wanted: JobFilter, after: JobId | None, newest_first: bool) -> JobId | None:
-    """Nothing before the time that a list begins at, or behind the one it ends at, is looked at."""
+    """The id to start after, so that jobs outside the time range are not read."""
     if after is not None:
         return after
     if not newest_first:
         return None if wanted.submitted_after is None else _first_id_at(wanted.submitted_after)
-    # Some of that very millisecond may be wanted.
+    # Include the whole last millisecond.
     return None if wanted.submitted_before is None else _first_id_at(wanted.submitted_before + 0.001)
 
 
 def _is_past(job: Job, wanted: JobFilter, newest_first: bool) -> bool:
-    """Whether nothing that is wanted comes behind it."""
+    """Whether no wanted job can follow."""
     if newest_first:
         after = wanted.submitted_after
         return after is not None and job.submitted_at < after - _OUT_OF_ORDER_S
@@ -107,13 +106,13 @@ def _text(value: object) -> str:
 
 
 def _first_id_at(time: float) -> JobId:
-    """Below every version 7 UUID of that millisecond and after; above every one before."""
+    """Sorts before every version 7 UUID from that millisecond on, and after every earlier one."""
     milliseconds = f"{min(max(0, int(time * 1000)), (1 << 48) - 1):012x}"
     return JobId(f"{milliseconds[:8]}-{milliseconds[8:]}-0000-0000-000000000000")
 
 
 async def records_of(records: Records, job_ids: Sequence[JobId]) -> list[Job]:
-    """Those that are there. Where tenants have databases, one that is away keeps nothing from the others."""
+    """The records that exist. A tenant database that is away does not hide the others."""
     if (many := getattr(records, "many", None)) is not None:
         found: list[Job] = await many(job_ids)
         return found

@@ -1,12 +1,8 @@
-"""What callers do to a job that is there: look, cancel, retry, pause, priority. Load, ask policy, write, publish.
+"""Operations on existing jobs: get, cancel, retry, pause, resume, set priority, delete. Each loads, asks
+policy, writes and publishes.
 
-A job's dispatch and its record, read one after the other and yet of one moment, as far as its end is concerned.
-
-A store writes both in one step and is asked for each by itself. Whoever tells of an end and of what came of it must not
-take the end from before a change and the result from after it, or the other way round.
-
-Forgets what has ended, a little at a time: a store that forgets thousands at once answers nobody else meanwhile.
-"""
+`read_together` reads a job's dispatch and record consistently, so that an end and its result belong together.
+`purge` deletes ended jobs in small steps, so that the store can answer others meanwhile."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ _TRIES = 20
 async def read_together(
     store: Store, job_id: JobId, tenant: TenantId | None = None
 ) -> tuple[Dispatch, Job] | None:
-    """None: there is no such job (any more), or it is not this tenant's, whose database is not asked then."""
+    """None: no such job, or another tenant's; then the tenant database is not read."""
     for _ in range(_TRIES):
         dispatch = await store.load(job_id)
         if dispatch is None or tenant not in (None, dispatch.tenant):
@@ -75,7 +71,7 @@ async def read_together(
 
 
 def _is_of_one_moment(dispatch: Dispatch, job: Job) -> bool:
-    """Both are open, or both tell of the same end."""
+    """Whether both are open, or both show the same end."""
     if not dispatch.phase.is_final and not job.phase.is_final:
         return True
     return (dispatch.phase, dispatch.round) == (job.phase, job.round)
@@ -89,19 +85,17 @@ class JobOperations:
         self,
         context: EngineContext,
         matcher: Matcher,
-        tell_worker: Callable[[Dispatch, Stop], Awaitable[None]],
+        notify_worker: Callable[[Dispatch, Stop], Awaitable[None]],
         dependencies: Dependencies,
         inputs: InputFiles,
         catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
         self._matcher = matcher
-        self._tell_worker = tell_worker
+        self._notify_worker = notify_worker
         self._dependencies = dependencies
         self._inputs = inputs
         self._catalogs = catalogs
-
-    # look
 
     async def get(self, job_id: JobId, tenant: TenantId | None = None) -> JobView:
         found = await read_together(self._context.store, job_id, tenant)
@@ -114,12 +108,10 @@ class JobOperations:
         job = await self._context.store.records.by_reference(tenant, reference)
         return None if job is None else job.job_id
 
-    # change
-
     async def cancel(self, job_id: JobId, reason: str = "") -> CancelReply:
-        """A waiting job is cancelled at once. For a running one the request is the truth, and its worker is told."""
+        """Cancels a waiting job at once. For a running job it records the request and notifies the worker."""
         context, reason = self._context, reason[:_MAX_REASON]
-        told = {"reason": reason} if reason else None
+        data = {"reason": reason} if reason else None
 
         def decide(dispatch: Dispatch, now: float) -> Write | None:
             if dispatch.phase.is_final:
@@ -129,11 +121,11 @@ class JobOperations:
                     return None
                 asked = asked_to_stop(dispatch, Stop.CANCEL, now, context.rules)
                 change = msgspec.structs.replace(asked, cancel_reason=reason)
-                return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED, told))
+                return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED, data))
             return _write(
                 dispatch,
                 msgspec.structs.replace(cancelled(dispatch), cancel_reason=reason),
-                FactDraft(FactKind.CANCELLED, told),
+                FactDraft(FactKind.CANCELLED, data),
                 job={"phase": Phase.CANCELLED, "completed_at": now},
             )
 
@@ -142,8 +134,8 @@ class JobOperations:
         return CancelReply(dispatch.phase, dispatch.cancel_requested_at is not None)
 
     async def retry(self, job_id: JobId) -> Submitted:
-        """By hand: a failed or cancelled job gets a new round, with fresh counters and its old place in line. A running
-        one stays in its round: its worker is told to stop it, and it gets a new attempt."""
+        """Starts a new round of a failed or cancelled job, with fresh counters and the old queue position. A
+        running job stays in its round: its worker stops it, and it gets a new attempt."""
         while True:
             view = await self.get(job_id)
             try:
@@ -151,8 +143,7 @@ class JobOperations:
                     return await self._retry_running(view)
                 return await self._retry_ended(view)
             except _Overtaken:
-                # What was prepared is for another round than would begin now, or for none: its terms were not asked,
-                # nor what it waits for.
+                # The preparation was for another round; its terms and dependencies were not checked.
                 continue
 
     async def _retry_running(self, view: JobView) -> Submitted:
@@ -174,14 +165,14 @@ class JobOperations:
         if view.job.unreadable is not None:
             raise Refusal(
                 RefusalCode.WRONG_PHASE,
-                f"the job cannot be read any more, so it cannot run again: {view.job.unreadable}",
+                f"the job can no longer be read, so it cannot run again: {view.job.unreadable}",
                 phase=view.dispatch.phase.value,
             )
         is_legal = (view.dispatch.phase, Transition.RETRY) in MOVES
         if is_legal and view.dispatch.has_tenant_database and not self._context.reaches_tenants:
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
-                f"tenant {view.dispatch.tenant!r} has a database of its own, where the next round would be paid for: "
+                f"tenant {view.dispatch.tenant!r} has its own database, which must charge the next round: "
                 "retry the job at a hub that reaches it",
             )
         check_refused(workflow_hash, submission.tenant, fleet.refused)
@@ -194,7 +185,7 @@ class JobOperations:
         needed = class_of(placed, needs, stats)
         cls = where_accepted(self._context, needed, refusing)
         place = first_place(self._context, cls, stats, await self._context.store.now())
-        # One that was let go before has what it waited for, though that may be gone by now.
+        # A job that was released before has its inputs, even if the awaited jobs are gone.
         is_held = view.dispatch.is_held and is_legal
 
         def decide(dispatch: Dispatch, now: float) -> Write:
@@ -207,7 +198,7 @@ class JobOperations:
                     f"cannot retry a job that is {dispatch.phase.value}: only one that runs, failed or was cancelled",
                     phase=dispatch.phase.value,
                 ) from illegal
-            # The limits of the first round are over with it: a deadline that passed would end the new one at once.
+            # The limits of the first round do not apply: a passed deadline would end the new round at once.
             change = Change(
                 phase=phase,
                 standing=readiness_at(None, now, is_held),
@@ -261,12 +252,12 @@ class JobOperations:
                 await self._dependencies.announce(submission.after, job_id)
             dispatch, _ = await self._change(job_id, decide, needed=place.classes)
         if is_held:
-            with best_effort(f"look at what job {job_id} waits for; the sweeper does later"):
+            with best_effort(f"check what job {job_id} waits for; the sweeper does so later"):
                 await self._dependencies.look(job_id)
         return Submitted(job_id, dispatch.phase, workflow_hash)
 
     async def pause(self, job_id: JobId) -> None:
-        """A waiting job is paused at once. A running one is when its worker has stopped it."""
+        """Pauses a waiting job at once, and a running one when its worker has stopped it."""
 
         def decide(dispatch: Dispatch, now: float) -> Write | None:
             if dispatch.phase is Phase.LEASED:
@@ -288,7 +279,7 @@ class JobOperations:
 
         def decide(dispatch: Dispatch, now: float) -> Write | None:
             if dispatch.stop is Stop.PAUSE and dispatch.phase is Phase.LEASED:
-                # Its worker may have stopped it already: then it begins anew.
+                # The worker may have stopped the run already, so the job gets a new attempt.
                 change = asked_to_stop(dispatch, Stop.RETRY, now, rules)
                 return _write(dispatch, change, FactDraft(FactKind.RETRY_REQUESTED))
             self._must_wait(dispatch, "resume")
@@ -334,8 +325,8 @@ class JobOperations:
     async def _tell_to_stop(self, written: WriteResult | None, stop: Stop) -> None:
         if written is not None and written.dispatch.phase is Phase.LEASED:
             job_id = written.dispatch.job_id
-            with best_effort(f"tell the worker of job {job_id} to stop it; its next heartbeat does"):
-                await self._tell_worker(written.dispatch, stop)
+            with best_effort(f"tell the worker of job {job_id} to stop it; its next heartbeat does so"):
+                await self._notify_worker(written.dispatch, stop)
 
     @staticmethod
     def _must_run(dispatch: Dispatch, verb: str) -> None:
@@ -369,7 +360,8 @@ class JobOperations:
         decide: Callable[[Dispatch, float], Write | None],
         needed: tuple[RequirementClass, ...] = (),
     ) -> tuple[Dispatch, WriteResult | None]:
-        """Load, decide, write; again when somebody was faster. None from `decide`: nothing is to be done."""
+        """Loads, decides and writes; repeats if somebody else wrote first. `decide` returns None for no
+        change."""
         while True:
             for cls in needed:
                 await self._context.fleet.ensure_class(cls)
@@ -377,16 +369,14 @@ class JobOperations:
             write = decide(dispatch, await self._context.store.now())
             if write is None:
                 return dispatch, None
-            written = await self._context.store.write(write)
+            written = await self._context.write(write)
             if written is not None:
-                self._context.publish(written)
-                if written.dispatch.stands_in_lane:
-                    self._matcher.job_arrived(written.dispatch.class_key)
+                self._matcher.job_arrived(written.dispatch)
                 return written.dispatch, written
 
 
 class _Overtaken(Exception):
-    """The job has come into another phase, or another round, since it was looked at."""
+    """The job has changed phase or round since it was read."""
 
 
 def _must_be_as_seen(dispatch: Dispatch, seen: Dispatch) -> None:
@@ -408,7 +398,7 @@ _STEP = 200
 
 
 async def purge(store: Store, phase: Phase, before: float, limit: int) -> int:
-    """How many went. Fewer than the limit: there are no more."""
+    """Returns the number of deleted jobs; fewer than `limit` means that none is left."""
     purged = 0
     while purged < limit:
         step = min(_STEP, limit - purged)
@@ -420,7 +410,7 @@ async def purge(store: Store, phase: Phase, before: float, limit: int) -> int:
 
 
 async def ended_job(store: Store, job_id: JobId) -> Dispatch:
-    """One that may be forgotten now."""
+    """Loads a job that may be deleted now."""
     dispatch = await store.load(job_id)
     if dispatch is None:
         raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
@@ -436,19 +426,19 @@ async def ended_job(store: Store, job_id: JobId) -> Dispatch:
         if left_s > 0:
             raise Refusal(
                 RefusalCode.WRONG_PHASE,
-                f"job {job_id!r} has only just ended and is being settled: delete it in {left_s:.0f} s",
+                f"job {job_id!r} has just ended and its credits are being settled: delete it in {left_s:.0f} s",
                 retry_after_s=left_s,
             )
     return dispatch
 
 
 async def forget(store: Store, job_id: JobId) -> Dispatch:
-    """A job that has ended, as it was."""
+    """Deletes a job that has ended, and returns it."""
     moving: JobTransfer | None = getattr(store, "moving", None)
     if moving is None:
-        raise Refusal(RefusalCode.NOT_ALLOWED, "this store forgets jobs by their age alone: wait for it")
+        raise Refusal(RefusalCode.NOT_ALLOWED, "this store deletes jobs only by age: wait for it")
     for _ in range(_TRIES):
         dispatch = await ended_job(store, job_id)
         if (await moving.discard([dispatch]))[0]:
             return dispatch
-    raise Fault(f"job {job_id!r} is being changed by others all the time; try again")
+    raise Fault(f"job {job_id!r} keeps changing; try again")

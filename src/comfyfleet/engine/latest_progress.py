@@ -1,4 +1,4 @@
-"""The newest progress of each job that runs, for whoever begins to watch it. In memory, and gone with the lease."""
+"""Keeps the latest progress of each running job in memory, for new watchers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LatestProgress:
     def _hear(self, event: Event) -> None:
         if isinstance(event, ProgressEvent):
             if event.kind is ProgressKind.PROGRESS:
-                # Taken out first, so that the longest quiet one is the first to go.
+                # Reinsert, so that the job with the oldest progress is first.
                 self._known.pop(event.job_id, None)
                 self._known[event.job_id] = event
                 if len(self._known) > _MAX_JOBS:

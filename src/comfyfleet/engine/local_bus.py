@@ -1,7 +1,6 @@
-"""The bus inside one process: listeners are called at once, subscriptions hold a bounded view.
+"""The bus inside one process: it calls listeners at once and gives each subscription a bounded buffer.
 
-A slow watcher loses progress, never facts, and slows nobody down.
-"""
+A slow watcher loses progress, never facts, and slows nobody down."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from comfyfleet.model.ids import JobId
 
 _LOG = logging.getLogger(__name__)
 
-# Of these only the newest matters to somebody who was not looking.
+# Only the newest of these matters to a slow watcher.
 _REPLACEABLE = frozenset({ProgressKind.PROGRESS, ProgressKind.PREVIEW})
 MAX_PENDING_NEWS = 256
 
@@ -31,7 +30,7 @@ class LocalSubscription:
         self._is_closed = False
 
     def offer(self, event: Event) -> None:
-        """At a cost that does not grow with what is pending: a slow watcher must not slow the others down."""
+        """Constant cost, so that a slow watcher does not slow the others down."""
         self._offered += 1
         if isinstance(event, ProgressEvent):
             if event.kind in _REPLACEABLE:
@@ -80,7 +79,7 @@ class LocalBus:
             try:
                 listener(event)
             except Exception:
-                # Whoever listens must not be able to stop what is being told.
+                # A failing listener must not stop the publication.
                 _LOG.exception("a listener failed on %s", type(event).__name__)
         for subscription in tuple(self._everything):
             subscription.offer(event)
@@ -109,7 +108,7 @@ class LocalBus:
         return subscription
 
     def close(self) -> None:
-        """Ends every subscription, those to come included, once it has told what it holds."""
+        """Ends present and later subscriptions after they have delivered their events."""
         self._is_closed = True
         watchers = [self._everything, *self._by_job.values()]
         for subscription in [each for some in watchers for each in some]:

@@ -1,9 +1,8 @@
-"""Parked polls are idle slots. Whenever something changes, a round gives waiting jobs to the slots it concerns.
+"""Matches waiting jobs with parked polls. Each parked poll is an idle slot.
 
-A slot that a round left empty-handed found nothing it may take, so later only what has changed needs a look: a new slot
-looks for itself, a new job is offered to the slots of the profiles that may take it. Policy ranks and assigns; the
-store's lease has the last word, and a job it reports as taken is simply looked for again.
-"""
+After a pass, a slot without a job found none that it may take. So later passes look only at what changed: a
+new slot, or a new job for the profiles that may take it. Policy ranks and assigns; the store grants the
+lease, and the matcher looks again if it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.overtake_tracker import OvertakeTracker
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, WriteResult
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
+from comfyfleet.model.ids import JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.policy.assignment import RankKey, WaitingJob, assign, rank_key, score, warmth
 from comfyfleet.policy.failover import SmartFailover
@@ -33,15 +32,13 @@ _TENANT_PATIENCE_S = 0.1  # so long a round waits for the databases of tenants
 
 
 class LeaseGrant(NamedTuple):
-    """A lease and, where it was read with the lease, the record of the leased job: one value, never two."""
+    """A lease, with the job's record if it was read together with the lease."""
 
     dispatch: Dispatch
     record: Job | None
 
 
 class ParkedPoll:
-    """One parked poll."""
-
     __slots__ = ("answer", "load", "offer", "poll_id", "worker_id")
 
     def __init__(self, worker_id: WorkerId, poll_id: PollId, load: int | None = None) -> None:
@@ -57,17 +54,16 @@ class Matcher:
         self._parked_of: Counter[WorkerId] = Counter()
         self._looking: dict[PollId, ParkedPoll] = {}
         self._served_by_park: set[ParkedPoll] = set()
-        """Slots that their own poll is serving: no round serves them meanwhile, since two servers of one slot would
-        lease two jobs for it."""
+        """Slots that their own poll serves. A pass skips them, or it would lease a second job for them."""
         self._behind: dict[ParkedPoll, asyncio.Task[bool]] = {}
-        """Slots whose lease waits for a tenant's database: no round serves them meanwhile."""
+        """Slots whose lease waits for a tenant database. A pass skips them."""
         self._running: asyncio.Task[None] | None = None
-        # A strategy with an opinion of its own has one for each worker, equal in all else or not.
+        # A custom strategy may treat equal workers differently.
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
         self._overtaking = OvertakeTracker()
         self._timer: Timer | None = None
         self._is_outdated = False
-        """Another engine has put a class into the table since it was read here."""
+        """Another engine has added a class to the table since it was read here."""
         self._relearning: Timer | None = None
         self._is_closed = False
 
@@ -82,25 +78,25 @@ class Matcher:
 
     async def park(self, slot: ParkedPoll) -> None:
         if (older := self._parked.get(slot.poll_id)) is not None:
-            # The same poll asked again: whoever waits for the first answer has hung up.
+            # The same poll came again, so the first caller has hung up.
             self._send_away(older)
         self._parked[slot.poll_id] = self._looking[slot.poll_id] = slot
         self._parked_of[slot.worker_id] += 1
         if self._running is None:
-            # The usual case: nobody else is looking, so the slot is served without a detour through a task.
+            # The usual case: no pass runs, so serve the slot without a task.
             del self._looking[slot.poll_id]
             self._served_by_park.add(slot)
             try:
                 await self._serve([slot])
             finally:
                 self._served_by_park.discard(slot)
-                # Whatever arrived meanwhile for this slot waits in `_looking`.
+                # `_looking` holds what arrived for this slot meanwhile.
                 self._start()
         if not slot.answer.done():
             self._arm()
 
     async def looked_for(self, slot: ParkedPoll) -> None:
-        """Until the slot has its answer, or nobody is looking for one."""
+        """Waits until the slot has its answer or no pass looks for one."""
         while not slot.answer.done() and (looking := self._behind.get(slot) or self._running) is not None:
             await asyncio.wait((looking, slot.answer), return_when=asyncio.FIRST_COMPLETED)
 
@@ -119,16 +115,18 @@ class Matcher:
             slot.answer.set_result(None)
 
     def dismiss(self, worker_id: WorkerId) -> None:
-        """The worker takes nothing now: its parked polls are answered with nothing."""
+        """Answers the worker's parked polls with no job."""
         for slot in [slot for slot in self._parked.values() if slot.worker_id == worker_id]:
             self._send_away(slot)
 
     # waking
 
-    def job_arrived(self, class_key: ClassKey) -> None:
-        if not self._parked:
+    def job_arrived(self, dispatch: Dispatch) -> None:
+        """Looks for a slot, unless the job is delayed, paused, held or has ended."""
+        if not self._parked or not dispatch.stands_in_lane:
             return
-        profiles, workers = self._context.fleet.profiles_for(class_key), self._context.fleet.workers
+        fleet = self._context.fleet
+        profiles, workers = fleet.profiles_for(dispatch.class_key), fleet.workers
         self._look(
             slot
             for slot in self._parked.values()
@@ -136,19 +134,19 @@ class Matcher:
         )
 
     def worker_freed(self, worker_id: WorkerId) -> None:
-        """A block ended, a quarantine, a pause: its slots may find what they could not have before."""
+        """After a block, quarantine or pause of the worker ended."""
         self._look(slot for slot in self._parked.values() if slot.worker_id == worker_id)
 
     def everything_changed(self) -> None:
         self._look(self._parked.values())
 
     def look_again(self) -> None:
-        """Another engine has changed a worker: what is known of it is read again first."""
+        """After another engine changed a worker: read it before the next pass."""
         self._context.fleet.is_fresh_since = float("-inf")
         self.everything_changed()
 
     def relearn(self) -> None:
-        """Another engine has put a class into the table, and workers that were equal may have parted for it."""
+        """After another engine added a class, for which equal workers may have split."""
         self._is_outdated = True
         clock = self._context.clock
         wait_s = self._context.fleet.is_fresh_since + _RELEARN_EVERY_S - clock.monotonic()
@@ -175,7 +173,7 @@ class Matcher:
             while slots := self._take_looking():
                 await self._serve(slots)
         except Exception:
-            log_failure(_LOG, "a round failed; the next one, within a second, tries again")
+            log_failure(_LOG, "a matching pass failed; the next one, within a second, tries again")
         finally:
             self._running = None
             self._start()
@@ -187,7 +185,7 @@ class Matcher:
         return slot in self._served_by_park or slot in self._behind
 
     def _take_looking(self) -> list[ParkedPoll]:
-        """Those that a round serves next. A slot that its own poll is serving stays until that is over."""
+        """The slots of the next pass, without those served elsewhere."""
         slots = [slot for slot in self._looking.values() if not self._is_served(slot)]
         self._looking = {poll_id: slot for poll_id, slot in self._looking.items() if self._is_served(slot)}
         return slots
@@ -220,13 +218,13 @@ class Matcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # serving
+    # matching
 
     async def _serve(self, slots: list[ParkedPoll]) -> None:
-        """Until every slot has a job or has seen that there is none."""
+        """Serves until each slot has a job or there is none for it."""
         now = self._context.clock.now()
         if self._context.store.is_shared:
-            # What this engine knows of the others' workers and classes is at most so old.
+            # Limits the age of what this engine knows about other engines' workers and classes.
             max_age_s = _RELEARN_EVERY_S if self._is_outdated else self._context.rules.round_s
             if self._context.clock.monotonic() >= self._context.fleet.is_fresh_since + max_age_s:
                 self._is_outdated = False
@@ -250,7 +248,8 @@ class Matcher:
             chosen = assign(jobs)
             self._note_overtaken(jobs, lanes, chosen, waiting)
             due = self._due(chosen, lanes)
-            # Oldest first: of one lane, the head is always the one that leaves. At once: a store writes them as one.
+            # Oldest first, so that the head of a lane leaves first; together, so that a store can write them
+            # as one.
             pairs = sorted(due.items(), key=lambda pair: lanes[pair[1]].sequence)
             leased = await self._lease_all(
                 [(waiting[PollId(poll_id)], lanes[job_id]) for poll_id, job_id in pairs]
@@ -259,21 +258,21 @@ class Matcher:
                 return
             again = {pair for pair, is_leased in zip(pairs, leased, strict=True) if not is_leased}
             if again and again <= refused:
-                # Shown again and refused again, for whatever reason: the next round looks, a moment from now.
+                # Offered and refused twice. The next pass looks again.
                 return
             refused |= again
 
     def _due(self, chosen: dict[str, JobId], seen: dict[JobId, Candidate]) -> dict[str, JobId]:
-        """What may be leased at once. One slot is, and so is everything where nobody is charged."""
+        """What to lease at once: everything, unless fair shares apply and there are several slots."""
         if len(chosen) == 1 or not (turn := self._turns(seen)):
             return chosen
         return due_now(chosen, seen, turn, self._context.rules.quantum_s)
 
     async def _lease_all(self, pairs: list[tuple[ParkedPoll, Candidate]]) -> list[bool]:
-        """False: to be looked for again."""
+        """False: look again."""
         if not self._context.reaches_tenants:
             return await _all_of([self._lease(slot, candidate) for slot, candidate in pairs])
-        # Each is looked up in its tenant's database: one that is slow keeps nobody else waiting.
+        # Each lease reads its tenant's database; a slow one must not delay the others.
         tasks = [asyncio.create_task(self._lease(slot, candidate), name="lease") for slot, candidate in pairs]
         try:
             await asyncio.wait(tasks, timeout=_TENANT_PATIENCE_S)
@@ -290,7 +289,9 @@ class Matcher:
     def _came(self, slot: ParkedPoll, task: asyncio.Task[bool]) -> None:
         del self._behind[slot]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log_failure(_LOG, "a lease failed; the next round, within a second, tries again", error=error)
+            log_failure(
+                _LOG, "a lease failed; the next matching pass, within a second, tries again", error=error
+            )
         if self._parked.get(slot.poll_id) is slot:
             self._look([slot])
 
@@ -302,27 +303,27 @@ class Matcher:
         slot.offer = offer = context.offer(worker, slot.poll_id, candidate.lane.workflow_hash)
         written, record = await self._leased(candidate.job_id, offer)
         if written is None:
-            # If a block was the reason that this engine had not heard of, the next look must see it.
+            # The reason may be a block that this engine did not know.
             for block in await context.store.blocks(worker.worker_id):
                 context.fleet.note_block(block)
-            # Or the worker has registered anew, at another engine.
+            # Or the worker has registered again at another engine.
             await context.fleet.look_at(worker)
             return False
         self.leave(slot)
         context.publish(written)
         if slot.answer.done():
-            # The poll went away while its job was being fetched: the job goes back to its place at once.
+            # The poll ended while its job was leased.
             await context.give_back(written.dispatch)
         else:
             slot.answer.set_result(LeaseGrant(written.dispatch, record))
         return True
 
     async def _leased(self, job_id: JobId, offer: LeaseOffer) -> tuple[WriteResult | None, Job | None]:
-        """The lease, with the record of its job if that was read with it and is still the one to run."""
+        """The lease, and the job's record if it was read along and is still current."""
         store = self._context.store
         if not store.is_shared:
             return await store.lease(job_id, offer), None
-        # At once, as each is a way to another process and back: whoever gets the lease needs the record next.
+        # Each is a call to another process, and a granted lease needs the record next.
         written, record = await asyncio.gather(
             store.lease(job_id, offer), store.records.get(job_id), return_exceptions=True
         )
@@ -335,13 +336,13 @@ class Matcher:
     async def _candidates(
         self, slots: dict[PollId, ParkedPoll], now: float
     ) -> tuple[list[WaitingJob], dict[JobId, Candidate]]:
-        """Every job that some slot may take, with its rank at each. Slots that see the same ask once."""
+        """Every job that some slot may take, with its ranks. Equal slots share one query."""
         fleet = self._context.fleet
         alike: dict[tuple[ProfileKey, WorkerId | None], list[ParkedPoll]] = defaultdict(list)
         for slot in slots.values():
             profile = fleet.workers[slot.worker_id].profile
-            has_tenant_database = self._asks_for_each or slot.worker_id in fleet.with_blocks
-            alike[profile, slot.worker_id if has_tenant_database else None].append(slot)
+            is_single = self._asks_for_each or slot.worker_id in fleet.with_blocks
+            alike[profile, slot.worker_id if is_single else None].append(slot)
         groups = list(alike.values())
         seen: dict[JobId, Candidate] = {}
         takers: dict[JobId, tuple[int, ...]] = {}
@@ -350,7 +351,7 @@ class Matcher:
                 seen[candidate.job_id] = candidate
                 takers[candidate.job_id] = (*takers.get(candidate.job_id, ()), number)
         if any(candidate.lane.class_key not in fleet.classes for candidate in seen.values()):
-            # Another engine's class; what it is must be known before it can be ranked.
+            # Another engine's class must be known before it can be ranked.
             await fleet.sync()
             known = {job_id: each for job_id, each in seen.items() if each.lane.class_key in fleet.classes}
             return self._ranked(known, takers, groups), known
@@ -359,7 +360,7 @@ class Matcher:
     async def _peek(
         self, profile: ProfileKey, worker_id: WorkerId, slots: int, now: float
     ) -> list[Candidate]:
-        """What the store shows, less what the failover strategy refuses; what was refused is not shown again."""
+        """The store's candidates without those that the failover strategy refuses."""
         rules, strategy = self._context.rules, self._context.strategy
         skip: frozenset[str] = frozenset()
         while True:
@@ -377,7 +378,7 @@ class Matcher:
         takers: dict[JobId, tuple[int, ...]],
         groups: list[list[ParkedPoll]],
     ) -> list[WaitingJob]:
-        """Jobs of one lane differ in age alone, so a lane's slots are ranked once."""
+        """Jobs of a lane differ only in age, so the slots of a lane are ranked once."""
         ranked: dict[tuple[LaneKey, tuple[int, ...]], tuple[RankKey, tuple[str, ...]]] = {}
         wait_s = self._context.rules.affinity_wait_s
         turn = self._turns(seen)
@@ -401,7 +402,7 @@ class Matcher:
             profiles = {self._context.fleet.workers[groups[number][0].worker_id].profile for number in by}
             share, limit = _share(candidate), self._context.clock.monotonic() - wait_s
             if self._overtaking.is_overdue(profiles, lane.priority, share, candidate.sequence, limit):
-                # Among those that waited long enough age alone counts, or the cold would go on losing to the warm.
+                # Among overdue jobs only age counts, or cold workflows would always lose to warm ones.
                 rank = (False, False, 0, 0, 0.0, at, candidate.sequence)
             jobs.append(WaitingJob(job_id, lane.priority, rank, known[1]))
         return jobs
@@ -424,7 +425,7 @@ class Matcher:
         )
 
     def _turns(self, seen: dict[JobId, Candidate]) -> dict[JobId, TenantTurn]:
-        """None where nobody is charged, as most often."""
+        """Empty where no tenant has a fair share, which is the usual case."""
         if not any(each.weight for each in seen.values()):
             return {}
         return turns(seen.values(), self._seconds_of)
@@ -440,10 +441,8 @@ class Matcher:
         chosen: dict[str, JobId],
         slots: dict[PollId, ParkedPoll],
     ) -> None:
-        """Preference, warmth and score may let a younger job pass, but not for longer than the affinity wait.
-
-        Selectivity alone may do so for ever: whoever is passed then has other workers.
-        """
+        """Preference, warmth and score let a younger job pass only within the affinity wait. Selectivity
+        alone may always do so, because the passed job has other workers."""
         taken = set(chosen.values())
         left = [job for job in jobs if job.job_id not in taken]
         if not left:
@@ -461,7 +460,7 @@ class Matcher:
                     and (is_favoured or other.rank[3] == job.rank[3])
                     and poll_id in other.slots
                 ):
-                    # All that are older and of the same share were passed; of another share, those that were seen.
+                    # Of the same share, every older job was passed; of another share, only those seen.
                     its = _share(lanes[other.job_id])
                     passed = job.rank[-1] if its == share else other.rank[-1] + 1
                     overtaken[its] = max(passed, overtaken.get(its, 0))
@@ -473,8 +472,8 @@ class Matcher:
 
 
 def _belongs(record: Job | None, dispatch: Dispatch) -> bool:
-    """Whether a record that was read while the lease was granted is the one to run under that lease."""
-    # What lies apart is looked at with the lease, and read after it. The job may have gone on to another round.
+    """Whether a record read along with the lease is the one to run."""
+    # A tenant database is read after the lease. The job may have gone on to another round.
     return (
         record is not None
         and record.job_id == dispatch.job_id
@@ -484,7 +483,7 @@ def _belongs(record: Job | None, dispatch: Dispatch) -> bool:
 
 
 def _share(candidate: Candidate) -> TenantId | None:
-    """Among whom it is a matter of age who comes first."""
+    """The group in which age decides the order."""
     return candidate.lane.tenant if candidate.weight else None
 
 
@@ -492,7 +491,7 @@ async def _all_of(work: list[Coroutine[Any, Any, bool]]) -> list[bool]:
     if len(work) == 1:
         return [await work[0]]
     ended = await asyncio.gather(*work, return_exceptions=True)
-    # Only now, when nothing is under way any more.
+    # Raise only when nothing runs any more.
     for each in ended:
         if isinstance(each, BaseException):
             raise each

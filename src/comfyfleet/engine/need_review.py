@@ -1,9 +1,7 @@
-"""Jobs that came before any server told what its nodes are: they need less than they were taken to need.
+"""Narrows the needs of waiting jobs when workers report which of their nodes are outputs.
 
-Which nodes of a graph a server would run is known once it has said which of its nodes are outputs. Until then every
-model that a graph names is a need. When that becomes known, waiting jobs that no worker here may take are looked at
-once more. Engines may do so at the same time: each write is guarded by the job's revision.
-"""
+Until then every model in a graph counts as needed. This module looks again at waiting jobs that no present
+worker can run. Several engines may do so at once: the job's revision guards each write."""
 
 from __future__ import annotations
 
@@ -35,13 +33,13 @@ class NeedReview:
         self._catalogs = catalogs
         self._unrunnable = unrunnable
         self._known: frozenset[str] = frozenset()
-        """What was known of the nodes at the last look."""
+        """The node classes known at the last look."""
         self._running: asyncio.Task[None] | None = None
         self._is_called_again = False
         self._is_closed = False
 
     def wake(self) -> None:
-        """A worker has come, or has told of its nodes."""
+        """A worker has registered or described its nodes."""
         if self._running is not None:
             self._is_called_again = True
         elif not self._is_closed:
@@ -61,7 +59,7 @@ class NeedReview:
                 if not self._is_called_again:
                     break
         except Exception:
-            log_failure(_LOG, "the needs of waiting jobs could not be looked at; the next worker tries again")
+            log_failure(_LOG, "could not review the needs of waiting jobs; the next registration tries again")
         finally:
             self._running = None
 
@@ -69,7 +67,7 @@ class NeedReview:
         known = await self._catalogs.not_outputs()
         if known != self._known:
             async for job_id in self._unrunnable.oldest():
-                with best_effort(f"look at the needs of job {job_id}"):
+                with best_effort(f"review the needs of job {job_id}"):
                     await self._narrow(job_id)
             self._known = known
 
@@ -80,21 +78,19 @@ class NeedReview:
             if dispatch is None or not self._unrunnable.is_unrunnable(dispatch):
                 return
             job = await store.records.get(job_id)
-            # The graph of a job whose tenant has a database of its own is not there for everybody.
+            # Without its tenant's database the graph is empty.
             if job is None or job.unreadable is not None or not job.payload.workflow or job.payload.variants:
                 return
             classes = await self._classes(dispatch, job)
             if not classes:
                 return
             write = Write(job_id, AtRevision(dispatch.revision), Change(**classes))
-            if (written := await store.write(write)) is not None:
-                self._context.publish(written)
-                if written.dispatch.stands_in_lane:
-                    self._matcher.job_arrived(written.dispatch.class_key)
+            if (written := await self._context.write(write)) is not None:
+                self._matcher.job_arrived(written.dispatch)
                 return
 
     async def _classes(self, dispatch: Dispatch, job: Job) -> dict[str, Any]:
-        """Those of its classes that change."""
+        """The classes of the job that change."""
         fleet, graph = self._context.fleet, job.payload.workflow
         needs = await self._catalogs.needs_of(graph, read_needs(graph))
         found: dict[str, Any] = {}

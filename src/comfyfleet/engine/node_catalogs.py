@@ -1,14 +1,8 @@
-"""The node catalogs of the fleet, kept in the store's cabinet: one for all workers that have equal nodes.
+"""Stores the workers' node catalogs, and converts editor workflows with them.
 
-A catalog is named by the hash of its content. So a worker whose nodes are known already need not send them, and any
-engine on the store uses what another one was told. Workers that declare no signature (older agents) have one each.
-What follows from catalogs that differ is policy's business (`policy/acceptance.py`).
-
-Workflows of the editor made into graphs, with what the workers told of their nodes (`node_catalogs.py`).
-
-Any engine on a store converts with what another one was told. How a workflow is converted is
-`model/editor_conversion.py`'s.
-"""
+The name of a catalog is the hash of its content, so workers with equal nodes share one and only the first
+sends it. Old agents without a signature have one each. `policy/acceptance.py` compares catalogs;
+`model/editor_conversion.py` converts."""
 
 from __future__ import annotations
 
@@ -46,13 +40,13 @@ SHARED_COLLECTION = "catalogs"
 MAX_PARTS = 32
 _PART_BYTES = 60 * 1024
 _MAX_BYTES = 16 * 1024 * 1024
-"""Unpacked: ten times what a server with thousands of nodes has to tell."""
+"""Unpacked: ten times the catalog of a server with thousands of nodes."""
 _MAX_AT_HAND = 64
-"""Those of live workers are kept at hand however many there are."""
+"""Beyond this only the catalogs of live workers stay in memory."""
 _MANY_NODES = 100
 _MANY_INPUTS = 1_000
 _LOOK_AGAIN_S = 5.0
-"""A catalog that was not there is looked for again after so long: its worker may be about to send it."""
+"""Look again for a missing catalog after this time: its worker may be about to send it."""
 
 _OWN = msgspec.json.Decoder(dict[str, tuple[Widget, ...]])
 _SHARED = msgspec.json.Decoder(NodeCatalog)
@@ -68,31 +62,32 @@ class NodeCatalogs:
         self._at_hand: dict[str, NodeCatalog] = {}
         self._missed_at: dict[str, float] = {}
         self._equal: dict[bytes, _Class] = {}
-        """Most classes are equal in all catalogs, and are held once."""
+        """Equal classes of all catalogs, held once."""
         self._own: tuple[bytes, NodeDefinitions] = (b"", {})
-        """What was read last of a worker without signature, packed and unpacked: of a batch every workflow needs it."""
+        """The last catalog read of a worker without a signature, packed and decoded: a batch needs it each
+        time."""
         self._differences: tuple[frozenset[str], Differences] = (frozenset(), Differences({}))
         self._not_outputs: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-        """For the catalogs of these signatures: the classes that none of them calls an output node."""
+        """Catalog signatures, and the node classes that none of these catalogs calls an output."""
 
-    # what workers tell
+    # writing
 
     async def knows(self, worker: WorkerRecord) -> bool | None:
-        """Whether nodes like this worker's have been told of. None: it has no signature."""
+        """Whether the catalog of this worker's signature is stored. None: the worker has no signature."""
         signature = signature_of(worker)
         if signature is None:
             return None
         return await self._is_kept(signature) and await self.get(signature) is not None
 
     async def _is_kept(self, signature: str) -> bool:
-        """What is at hand here may have been forgotten at another engine, with the last worker that had it there."""
+        """Another engine may have removed it with the last worker that it knew."""
         store = self._context.store
         return (
             not store.is_shared or await store.documents.get(SHARED_COLLECTION, f"{signature}/0") is not None
         )
 
     async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
-        """Takes the place of what this worker told before. What others with the same signature told stays."""
+        """Stores the worker's catalog. A stored catalog of the same signature stays."""
         worker = self._context.fleet.workers.get(worker_id)
         signature = None if worker is None else signature_of(worker)
         if signature is None or not nodes.signatures:
@@ -103,23 +98,23 @@ class NodeCatalogs:
             return
         packed, found, parts = await asyncio.to_thread(_pack_shared, worker_id, nodes)
         if found != signature:
-            # Others rely on it: one worker does not say what another's nodes are.
+            # Other workers rely on this catalog.
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                f"what {worker_id!r} tells of its nodes has the signature {found}, and it declared {signature}",
+                f"the node catalog of {worker_id!r} has the signature {found}, but the worker declared {signature}",
             )
         await self._keep(SHARED_COLLECTION, signature, packed)
         self._remember(signature, parts)
 
     async def forget(self, worker_id: WorkerId) -> None:
-        """The worker is removed; a catalog that no other one needs goes with it."""
+        """Removes the worker's catalog, unless another worker shares it."""
         await _remove(self._context.store.documents, COLLECTION, worker_id)
         worker = self._context.fleet.workers.get(worker_id)
         if worker is not None:
             await self._drop(signature_of(worker), worker_id)
 
     async def tidy_after(self, before: WorkerRecord | None, now: WorkerRecord) -> None:
-        """The worker has registered anew. The catalog of what it no longer has goes unless another one has it."""
+        """After a registration: removes the worker's previous catalog, unless another worker shares it."""
         if before is not None and (old := signature_of(before)) != signature_of(now):
             await self._drop(old, now.worker_id)
 
@@ -130,7 +125,7 @@ class NodeCatalogs:
             self._at_hand.pop(signature, None)
             await _remove(self._context.store.documents, SHARED_COLLECTION, signature)
 
-    # what is known
+    # reading
 
     async def get(self, signature: str) -> NodeCatalog | None:
         known = self._at_hand.get(signature)
@@ -159,12 +154,12 @@ class NodeCatalogs:
             try:
                 self._own = packed, _OWN.decode(plain or b"")
             except msgspec.MsgspecError:
-                # Read while it was being replaced.
+                # Read during a replacement.
                 return None
         return self._own[1]
 
     async def objection(self, payload: Submission, worker: WorkerRecord) -> str | None:
-        """What the worker's nodes do not accept of a job, in words that read on after its name."""
+        """Why the worker's nodes do not accept a job; the text follows the worker's name."""
         signature = signature_of(worker)
         catalog = None if signature is None else await self.get(signature)
         if catalog is None or in_payload(payload) is not None:
@@ -178,7 +173,7 @@ class NodeCatalogs:
     async def refusing(
         self, graph: dict[str, Any], variants: Sequence[WorkflowVariant] = ()
     ) -> frozenset[str]:
-        """The signatures among those of live workers that do not accept the graph, or the variant that is for them."""
+        """The signatures of live workers that do not accept the graph, or the variant for them."""
         found = await self._refusing(graph)
         for variant in variants:
             refused = await self._refusing(with_nodes(graph, variant))
@@ -186,10 +181,10 @@ class NodeCatalogs:
         return found
 
     async def needs_of(self, graph: Mapping[str, Any], needs: GraphNeeds) -> GraphNeeds:
-        """What is left of the needs of a graph, where it is known which of its nodes a server would run."""
+        """Drops needs of nodes that no server would run, as far as the catalogs show."""
         not_outputs = await self.not_outputs()
         if needs.last_classes.isdisjoint(not_outputs):
-            # Every node leads to an output node, or to one of which that is not known.
+            # Every node leads to an output node or to an unknown one.
             return needs
         if len(graph) > _MANY_NODES:
             return await asyncio.to_thread(read_needs, graph, not_outputs)
@@ -198,7 +193,7 @@ class NodeCatalogs:
     async def not_outputs(self) -> frozenset[str]:
         """The node classes that no server calls an output."""
         known = await self._live_catalogs(self._not_outputs[0])
-        # With nobody there, what was known last is still the best that is known.
+        # Without live workers the last knowledge is the best.
         if known:
             kinds = [
                 (name, each.is_output)
@@ -210,7 +205,7 @@ class NodeCatalogs:
         return self._not_outputs[1]
 
     async def _live_catalogs(self, before: frozenset[str]) -> dict[str, NodeCatalog] | None:
-        """The catalogs of live workers by their signatures. None: they are the same as `before`."""
+        """The catalogs of live workers by signature. None: the same as `before`."""
         live = self._context.fleet.signatures()
         if before == live and all(each in self._at_hand for each in live):
             return None
@@ -228,16 +223,16 @@ class NodeCatalogs:
         differences = self._differences[1]
         inputs = sum(len(node.get("inputs") or ()) for node in graph.values())
         if len(graph) > _MANY_NODES or inputs > _MANY_INPUTS:
-            # Beside the loop: thousands of them may be compared with the catalogs of many releases.
+            # In a thread: thousands of inputs against the catalogs of many releases take long.
             return await asyncio.to_thread(differences.refusing, graph)
         return differences.refusing(graph)
 
     def _remember(self, signature: str, parts: _Parts) -> NodeCatalog:
-        """With those of its classes that another one has too."""
+        """Keeps the catalog in memory and shares its classes with equal ones."""
         if len(self._at_hand) >= _MAX_AT_HAND:
             live = self._context.fleet.signatures()
             self._at_hand = {each: found for each, found in self._at_hand.items() if each in live}
-            # Those that stay keep what they share; what comes later shares anew.
+            # Catalogs in memory keep what they share.
             self._equal.clear()
         definitions: dict[str, tuple[Widget, ...]] = {}
         signatures: dict[str, NodeSignature] = {}
@@ -251,12 +246,12 @@ class NodeCatalogs:
         self._missed_at.pop(signature, None)
         return catalog
 
-    # in the cabinet
+    # documents
 
     async def _keep(self, collection: str, name: str, packed: bytes) -> None:
         documents = self._context.store.documents
         parts = [packed[start : start + _PART_BYTES] for start in range(0, len(packed), _PART_BYTES)]
-        # The first part last: whoever finds it finds the others.
+        # The first part last, so that its reader finds all parts.
         for number, part in reversed(list(enumerate(parts))):
             body = bytes([len(parts)]) + part
             known = await documents.get(collection, f"{name}/{number}")
@@ -291,7 +286,7 @@ def _pack(worker_id: WorkerId, content: Mapping[str, object] | NodeCatalog) -> b
     if len(packed) > MAX_PARTS * _PART_BYTES:
         raise Refusal(
             RefusalCode.TOO_LARGE,
-            f"what {worker_id!r} tells of its nodes takes {len(plain)} bytes; {_MAX_BYTES} are kept, and "
+            f"the node catalog of {worker_id!r} has {len(plain)} bytes; the limit is {_MAX_BYTES}, and "
             f"{MAX_PARTS * _PART_BYTES} when packed",
         )
     return packed
@@ -302,7 +297,7 @@ def _pack_shared(worker_id: WorkerId, nodes: NodeCatalog) -> tuple[bytes, str, _
 
 
 def _parts(nodes: NodeCatalog) -> _Parts:
-    """Each class by itself, with a text that is the same for equal ones."""
+    """Each class with a text that is the same for equal classes."""
     found: _Parts = []
     for name in sorted(nodes.definitions.keys() | nodes.signatures.keys()):
         given = nodes.definitions.get(name), nodes.signatures.get(name)
@@ -314,7 +309,7 @@ def _unpack(packed: bytes) -> bytes | None:
     try:
         return zlib.decompressobj().decompress(packed, _MAX_BYTES)
     except zlib.error:
-        # Read while it was being replaced.
+        # Read during a replacement.
         return None
 
 
@@ -331,14 +326,14 @@ class EditorConverter:
         self._catalogs = catalogs
 
     async def convert(self, workflow: Mapping[str, Any], tenant: TenantId) -> WorkflowGraph:
-        """With the definitions of live workers that have every node of it, and work for this tenant: the graph that
-        most of them run."""
+        """Converts for live workers that serve this tenant and have all nodes. Returns the graph for most of
+        them."""
         return (await self.convert_for_all(workflow, tenant))[0]
 
     async def convert_for_all(
         self, workflow: Mapping[str, Any], tenant: TenantId
     ) -> tuple[WorkflowGraph, tuple[WorkflowVariant, ...]]:
-        """The graph, and what differs for servers whose nodes have other inputs."""
+        """The graph, and variants for servers whose nodes have other inputs."""
         able = await self._able(workflow, tenant)
         converted = await self._converted(workflow, able)
         if not converted:
@@ -354,8 +349,8 @@ class EditorConverter:
         return graph, tuple(variant for variant in variants if variant.nodes)
 
     async def _able(self, workflow: Mapping[str, Any], tenant: TenantId) -> list[WorkerRecord]:
-        """Those that have every node of it, by name. Raises `unworkable`, with what is missing."""
-        # A small file may unfold to a thousand times its size.
+        """The workers that have every node class. Raises `unworkable` with the missing ones."""
+        # In a thread: a small file may expand a thousandfold.
         needed = await asyncio.to_thread(node_classes_of, workflow)
         fleet, context = self._context.fleet, self._context
         if context.store.is_shared:
@@ -381,8 +376,8 @@ class EditorConverter:
     async def _converted(
         self, workflow: Mapping[str, Any], able: list[WorkerRecord]
     ) -> list[tuple[WorkflowGraph, list[str]]]:
-        """Each different graph with the signatures it is for. First one that is accepted where it is for, then by the
-        number of workers: the order in which workers came, and their names, make no difference."""
+        """Each different graph with its signatures: accepted graphs first, then by number of workers. The
+        order does not depend on the workers' arrival or names."""
         workers = Counter(signature for worker in able if (signature := signature_of(worker)) is not None)
         needed = sorted(await asyncio.to_thread(node_classes_of, workflow))
         groups: list[tuple[NodeCatalog, list[str]]] = []
@@ -404,7 +399,7 @@ class EditorConverter:
             found.sort(key=lambda each: each[0])
             return [(graph, signatures) for _, graph, signatures in found]
         for worker in able:
-            # Of agents that declare no signature, any will do.
+            # Any agent without a signature will do.
             definitions = await self._catalogs.definitions(worker)
             if definitions is not None:
                 return [(await asyncio.to_thread(convert_workflow, workflow, definitions), [])]
@@ -412,7 +407,7 @@ class EditorConverter:
 
 
 def _are_equal(one: NodeCatalog, other: NodeCatalog, classes: Iterable[str]) -> bool:
-    """Whether both convert a workflow with these classes to the same graph."""
+    """Whether both catalogs convert a workflow of these classes to the same graph."""
     return all(one.definitions.get(name) == other.definitions.get(name) for name in classes)
 
 

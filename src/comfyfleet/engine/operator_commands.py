@@ -1,4 +1,5 @@
-"""What an operator commands: a worker, all of them, the queue. The word stands in the store before anybody is told."""
+"""Operators' commands to a worker, to all workers and to the queue. The store has the change before anybody
+is notified."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _EVENTS: dict[Action, str] = {
     "pause": "workers_paused",
     "resume": "workers_resumed",
 }
-"""How the fleet is told of a command to all workers."""
+"""The fleet event for a command to all workers."""
 
 
 class OperatorCommands:
@@ -40,21 +41,21 @@ class OperatorCommands:
         return worker
 
     async def resume(self, worker_id: WorkerId) -> WorkerRecord:
-        """Also one that was removed while it was there: it registers by itself."""
+        """Also readmits a removed worker, which then registers by itself."""
         let_back = await self._workers.let_back(worker_id)
         if let_back is None or await self._context.fleet.newest(worker_id) is not None:
             return await self.command(worker_id, "resume")
         return let_back
 
     async def command_all(self, action: Action) -> list[WorkerRecord]:
-        """Those that it concerned, as they are now. Who is offline hears nothing of a pause or a drain."""
+        """Returns the changed workers. Offline workers get no pause and no drain."""
         if self._context.store.is_shared:
             await self._context.fleet.sync()
         changed = []
         for worker in list(self._context.fleet.workers.values()):
             is_held = worker.is_paused or worker.is_draining
             if is_held if action == "resume" else not worker.is_offline:
-                # One that left meanwhile needs no command.
+                # A worker that left meanwhile needs no command.
                 with contextlib.suppress(Refusal):
                     changed.append(await self._flag(worker.worker_id, action))
         await self._commands.tell(Command(action), EVERY_WORKER)
@@ -62,7 +63,7 @@ class OperatorCommands:
         return changed
 
     async def pause(self, worker_id: WorkerId, is_paused: bool) -> None:
-        """The end of a pause is no end of a drain."""
+        """Ending a pause does not end a drain."""
         if is_paused:
             await self.command(worker_id, "pause")
             return

@@ -1,10 +1,9 @@
-"""Since when a waiting job has been passed by younger ones, for every job at once.
+"""Tracks since when younger jobs have overtaken a waiting job, for all jobs at once.
 
-Where a profile has given a slot to a younger job, every older one of that priority it could have taken was passed. So
-it is enough to keep, for each profile and priority, when the youngest so far was taken: a job was first overtaken at
-the first note above its own place in line. Where tenants are charged, each tenant has its own notes: whose turn it is
-between tenants is no matter of age.
-"""
+When a profile gives a slot to a job, it passes every older job of that priority that it could take. So one
+list per profile and priority suffices: a job was first overtaken at the first note above its own sequence
+number. With fair shares each tenant has its own list, because age does not order jobs of different
+tenants."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class OvertakeTracker:
         self, profile: ProfileKey, priority: int, tenant: TenantId | None, sequence: int, now: float
     ) -> None:
         if len(self._notes) > _MAX_LISTS:
-            # Profiles come and go; whoever was passed is passed again, and his wait begins anew.
+            # Profiles come and go. After a reset, waits count anew.
             self._notes.clear()
         sequences, times = self._notes.setdefault((profile, priority, tenant), ([], []))
         if sequences and sequence <= sequences[-1]:
@@ -43,7 +42,7 @@ class OvertakeTracker:
         sequence: int,
         limit: float,
     ) -> bool:
-        """Whether one of these profiles has passed the job over since the limit or longer."""
+        """Whether one of these profiles passed the job at or before the limit."""
         for profile in profiles:
             known = self._notes.get((profile, priority, tenant))
             if known is None:

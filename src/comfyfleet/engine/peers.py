@@ -1,18 +1,9 @@
-"""What engines on one store tell each other of jobs that are watched: facts sooner than a look finds them, and news.
+"""Exchanges events between engines on one store.
 
-An engine says which jobs are followed at it, again every few seconds; whoever moves one of them passes on what it
-publishes about it. Where nobody watches nothing is said. All of it may be lost: facts are then found by `peers.py`
-within a second, progress with the next that comes. The newest progress is also kept at the store for a while.
-
-Workers without an engine are told in the same way that somebody watches, and the store then tells of what they do.
-
-News of jobs that other engines move: on a shared store, whoever watches a job here hears of its facts all the same.
-
-The bus of a process tells what its own engine did. For the jobs somebody follows, the store is asked once a second for
-facts the bus has not told of, and they are published here. A fact is told once, by whoever is first.
-
-All of this is news, which may be lost. So whoever follows a job also looks at it every few seconds (`sweeper.py`).
-"""
+`PeerBus` announces which jobs are watched here; an engine that changes such a job sends its facts and
+progress. It keeps the latest progress in the store, also for direct workers. `RemoteFactPoller` reads the
+facts of watched jobs once a second and publishes new ones, because peer messages may be lost. `Rechecks`
+(`sweeper.py`) covers the rest."""
 
 from __future__ import annotations
 
@@ -38,24 +29,24 @@ from comfyfleet.tracing import in_background, log_failure
 _LOG = logging.getLogger(__name__)
 
 _BATCH_SIZE = 256
-"""Jobs that are looked at together: a store that takes many questions in one turn answers them in one."""
+"""Jobs that are read together, so that a pipelining store answers them at once."""
 
 
 class RemoteFactPoller:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._followers: Counter[JobId] = Counter()
-        self._told: dict[JobId, int] = {}
+        self._published: dict[JobId, int] = {}
         self._timer: Timer | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_closed = False
         self._rechecks = Rechecks(context.clock, context.rules.recheck_s)
         self.is_passing_on = False
-        """What the bus is being told was done by another engine."""
+        """The bus is publishing an event of another engine."""
         self.followed: Callable[[JobId], None] = lambda _: None
-        """Set by whoever tells other engines that a job is followed here."""
+        """Set by the peer bus: a job is followed here."""
         self.look_also: Callable[[], Awaitable[None]] | None = None
-        """Set by whoever has more to look for once a second."""
+        """Set by the peer bus: more work for each pass."""
         context.bus.listen(self._hear)
 
     @property
@@ -63,14 +54,14 @@ class RemoteFactPoller:
         return self._followers.keys()
 
     def pass_on(self, event: Fact | ProgressEvent) -> bool:
-        """Heard from another engine: to the bus here, if somebody follows the job. A fact only in its turn."""
-        told = self._told.get(event.job_id)
-        if told is None:
+        """Publishes another engine's event here if somebody follows the job. Facts keep their order."""
+        last = self._published.get(event.job_id)
+        if last is None:
             return False
-        if isinstance(event, ProgressEvent) or event.number == told + 1:
+        if isinstance(event, ProgressEvent) or event.number == last + 1:
             self._publish(event)
-        elif event.number > told and self._running is None:
-            # One before it was not heard of: all are looked for at once.
+        elif event.number > last and self._running is None:
+            # A fact is missing; read them all now.
             if self._timer is not None:
                 self._timer.cancel()
             self._fire()
@@ -87,8 +78,8 @@ class RemoteFactPoller:
     def follow(
         self, job_id: JobId, after: int = 0, look: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """What happens to the job from that fact on is published here, wherever it happens. `look` is called every few
-        seconds, heard or not: it reads the job from the store."""
+        """Publishes the job's later facts here, whichever engine writes them. `look` runs every few seconds
+        and reads the job from the store."""
         with self._rechecks.calling(look), self._hearing_of(job_id, after):
             yield
 
@@ -98,7 +89,7 @@ class RemoteFactPoller:
             yield
             return
         self._followers[job_id] += 1
-        self._told.setdefault(job_id, after)
+        self._published.setdefault(job_id, after)
         if self._followers[job_id] == 1:
             self.followed(job_id)
         self._arm()
@@ -107,11 +98,11 @@ class RemoteFactPoller:
         finally:
             self._followers[job_id] -= 1
             if not self._followers[job_id]:
-                del self._followers[job_id], self._told[job_id]
+                del self._followers[job_id], self._published[job_id]
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, Fact) and event.job_id in self._told:
-            self._told[event.job_id] = max(self._told[event.job_id], event.number)
+        if isinstance(event, Fact) and event.job_id in self._published:
+            self._published[event.job_id] = max(self._published[event.job_id], event.number)
 
     def _arm(self) -> None:
         if self._timer is None and self._running is None and not self._is_closed:
@@ -131,7 +122,7 @@ class RemoteFactPoller:
             if self.look_also is not None:
                 await self.look_also()
         except Exception:
-            log_failure(_LOG, "the jobs that are followed could not be looked at; the next look tries again")
+            log_failure(_LOG, "could not read the followed jobs; the next pass tries again")
         finally:
             self._running = None
             if self._followers:
@@ -139,13 +130,13 @@ class RemoteFactPoller:
 
     async def _look_at(self, job_id: JobId) -> None:
         try:
-            facts = await self._context.store.facts(job_id, self._told.get(job_id, 0))
+            facts = await self._context.store.facts(job_id, self._published.get(job_id, 0))
         except Fault as fault:
-            # One whose facts cannot be read, as without its tenant's key, hides no other's.
-            _LOG.info("the facts of job %s could not be read; the next look tries again: %s", job_id, fault)
+            # A job that cannot be read, such as without its tenant's key, must not hide the others.
+            _LOG.info("could not read the facts of job %s; the next pass tries again: %s", job_id, fault)
             return
         for fact in facts:
-            if fact.number > self._told.get(job_id, fact.number):
+            if fact.number > self._published.get(job_id, fact.number):
                 self._publish(fact)
 
     async def close(self) -> None:
@@ -175,13 +166,13 @@ _STATUSES = {
     FactKind.RELEASED: "pending",
     FactKind.PAUSED: "pending",
 }
-"""How the end of a run is noted."""
+"""The status that the run snapshot gets at its end."""
 _JUDGED = frozenset({FactKind.FAILED, FactKind.RETRYING})
-"""Also of a run that another told of: of one whose worker has the store alone."""
+"""These also end runs of direct workers, which this engine did not see."""
 
 
 _WORDS = "message"
-"""What a server said of a failure may quote its job: every worker reads the announcements."""
+"""A failure message may quote the job, and every worker reads the announcements."""
 
 
 class _Wants(msgspec.Struct, frozen=True, tag="wants"):
@@ -189,14 +180,14 @@ class _Wants(msgspec.Struct, frozen=True, tag="wants"):
     everything: bool = False
 
 
-class _Told(msgspec.Struct, frozen=True, tag="told", omit_defaults=True):
+class _Events(msgspec.Struct, frozen=True, tag="told", omit_defaults=True):
     facts: list[Fact] = []
     events: list[ProgressEvent] = msgspec.field(default_factory=list, name="news")
     fleet: list[FleetEvent] = []
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[_Wants | _Told] = msgspec.msgpack.Decoder(_Wants | _Told)
+_decoder: msgspec.msgpack.Decoder[_Wants | _Events] = msgspec.msgpack.Decoder(_Wants | _Events)
 _kept_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -206,9 +197,9 @@ async def _in_order(peer_channel: PeerChannel, job_id: JobId, notes: list[RunSna
 
 
 class PeerBus:
-    def __init__(self, context: EngineContext, follower: RemoteFactPoller, newest: LatestProgress) -> None:
+    def __init__(self, context: EngineContext, fact_poller: RemoteFactPoller, newest: LatestProgress) -> None:
         self._context = context
-        self._follower = follower
+        self._fact_poller = fact_poller
         self._newest = newest
         self._peer_channel: PeerChannel | None = context.store.peer_channel
         self._listeners: dict[Callable[[Event], None], None] = {}
@@ -220,7 +211,7 @@ class PeerBus:
         self._is_asking_all = False
         self._kept_at: dict[JobId, float] = {}
         self._workers: dict[JobId, WorkerId | None] = {}
-        """Of the runs that were noted from here."""
+        """The workers of runs that this engine has recorded."""
         self._to_keep: dict[JobId, list[RunSnapshot]] = {}
         self._announced: list[FleetEvent] = []
         self._seen: dict[JobId, bytes] = {}
@@ -229,8 +220,8 @@ class PeerBus:
         self._is_closed = False
         if self._peer_channel is not None:
             context.bus.listen(self._hear)
-            follower.followed = self._ask
-            follower.look_also = self._look
+            fact_poller.followed = self._ask
+            fact_poller.look_also = self._look
 
     def start(self) -> None:
         if self._peer_channel is not None:
@@ -245,7 +236,7 @@ class PeerBus:
             await asyncio.gather(self._sending, return_exceptions=True)
 
     def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Hears what the bus here does not tell of: events of other engines that nobody follows by name."""
+        """Listens to events of other engines' jobs that nobody follows here."""
         self._listeners[listener] = None
         self._is_asking_all = True
         self._send()
@@ -253,7 +244,7 @@ class PeerBus:
         return lambda: self._listeners.pop(listener, None)
 
     async def newest(self, dispatch: Dispatch) -> ProgressEvent | None:
-        """The last progress of the lease the job is under, as known here or kept at the store."""
+        """The last progress of the job's current lease, from memory or from the store."""
         lease = dispatch.lease
         if lease is None:
             return None
@@ -267,10 +258,10 @@ class PeerBus:
             else None
         )
 
-    # out
+    # sending
 
     def _hear(self, event: Event) -> None:
-        if self._follower.is_passing_on:
+        if self._fact_poller.is_passing_on:
             return
         now = self._context.clock.monotonic()
         if isinstance(event, FleetEvent):
@@ -353,14 +344,14 @@ class PeerBus:
             self._sending = in_background(self._run(self._peer_channel), name="peer bus")
 
     async def _run(self, peer_channel: PeerChannel) -> None:
-        """While one message is on its way the next is gathered."""
+        """Gathers the next messages while the last ones are on their way."""
         try:
             while self._pending or self._asked or self._is_asking_all or self._to_keep or self._announced:
                 await asyncio.gather(*self._messages(peer_channel))
         except Fault as fault:
-            _LOG.info("other processes may hear of what happens here only later: %s", fault)
+            _LOG.info("other engines get the events of this one only later: %s", fault)
         except Exception:
-            log_failure(_LOG, "other processes could not be told of what happens here")
+            log_failure(_LOG, "could not send the events of this engine to the others")
         finally:
             self._sending = None
 
@@ -376,7 +367,7 @@ class PeerBus:
         if pending:
             yield peer_channel.say(
                 _encoder.encode(
-                    _Told(
+                    _Events(
                         [event for event in pending if isinstance(event, Fact)],
                         [event for event in pending if isinstance(event, ProgressEvent)],
                         [event for event in pending if isinstance(event, FleetEvent)],
@@ -385,13 +376,13 @@ class PeerBus:
             )
         announced, self._announced = self._announced, []
         for event in announced:
-            told = {
+            announcement = {
                 "event": event.kind,
                 "worker_id": event.worker_id,
                 "timestamp": event.at,
                 "data": {name: value for name, value in event.data.items() if name != _WORDS},
             }
-            yield peer_channel.announce(msgspec.json.encode(told))
+            yield peer_channel.announce(msgspec.json.encode(announcement))
         for job_id, notes in keep.items():
             yield _in_order(peer_channel, job_id, notes)
 
@@ -402,39 +393,39 @@ class PeerBus:
 
     def _say_again(self) -> None:
         self._timer = None
-        self._asked |= dict.fromkeys(self._follower.jobs)
+        self._asked |= dict.fromkeys(self._fact_poller.jobs)
         self._is_asking_all = bool(self._listeners)
         if self._asked or self._is_asking_all:
             self._send()
             self._arm()
 
-    # in
+    # receiving
 
     def _heard(self, message: bytes) -> None:
         try:
-            heard = _decoder.decode(message)
+            received = _decoder.decode(message)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            # Of a newer version: whatever it says of jobs is found by looking.
+            # From a newer version. The poller finds the facts.
             return
-        if isinstance(heard, _Wants):
-            self._note_wanted(heard)
+        if isinstance(received, _Wants):
+            self._note_wanted(received)
             return
-        for fact in heard.facts:
+        for fact in received.facts:
             self._pass_on(fact)
-        for progress_event in heard.events:
+        for progress_event in received.events:
             self._pass_on(progress_event)
-        for event in heard.fleet:
+        for event in received.fleet:
             self._tell(event)
 
     def _pass_on(self, event: Fact | ProgressEvent) -> None:
-        if not self._follower.pass_on(event):
+        if not self._fact_poller.pass_on(event):
             self._tell(event)
 
-    def _note_wanted(self, heard: _Wants) -> None:
+    def _note_wanted(self, received: _Wants) -> None:
         now = self._context.clock.monotonic()
-        if heard.everything:
+        if received.everything:
             self._everything_until = now + _WANTED_S
-        for job_id in heard.jobs:
+        for job_id in received.jobs:
             is_new = now >= self._wanted.get(job_id, now)
             self._wanted.pop(job_id, None)
             self._wanted[job_id] = now + _WANTED_S
@@ -449,12 +440,10 @@ class PeerBus:
         for listener in tuple(self._listeners):
             listener(event)
 
-    # what workers without an engine have left, and what was said while nobody listened
-
     async def _look(self) -> None:
-        """Once a second, with the look for facts."""
+        """Reads progress of direct workers, and progress that was sent while nobody listened."""
         assert self._peer_channel is not None
-        jobs = list(self._follower.jobs)
+        jobs = list(self._fact_poller.jobs)
         for gone in self._seen.keys() - set(jobs):
             del self._seen[gone]
         for start in range(0, len(jobs), _JOBS_A_MESSAGE):
@@ -465,7 +454,7 @@ class PeerBus:
                 self._seen[job_id] = kept
                 progress_event, known = self._read(job_id, kept), self._newest.of(job_id)
                 if progress_event is not None and (known is None or known.at < progress_event.at):
-                    self._follower.pass_on(progress_event)
+                    self._fact_poller.pass_on(progress_event)
 
     def _read(self, job_id: JobId, kept: bytes) -> ProgressEvent | None:
         try:

@@ -1,13 +1,7 @@
-"""Which class a job stands in, a new one or one that is tried again: what it needs, and where it waits first.
+"""Chooses the requirement class of a job, new or retried, and the class after a server refused its workflow.
 
-What a lesson teaches is policy's (`policy/workflow_stats.py`); this asks the fleet whether anybody could take
-the job there.
-
-After a server refused a workflow: for which others its word counts, who may still accept it, where it stands next.
-
-What a refusal is, and how far it reaches, is policy's (`policy/acceptance.py`); the failure itself is handled in
-`failure_handler.py` like any other.
-"""
+Policy says what statistics and refusals mean (`policy/workflow_stats.py`, `policy/acceptance.py`); this
+module asks the fleet who could take the job. `failure_handler.py` handles the failure."""
 
 from __future__ import annotations
 
@@ -33,7 +27,7 @@ from comfyfleet.policy.workflow_stats import with_memory, without_slow
 
 
 class Placement(NamedTuple):
-    """The class a job stands in, and the one it moves to when it has waited long enough."""
+    """The first class of a job, and the one it relaxes to after a wait."""
 
     cls: RequirementClass
     later: RequirementClass | None
@@ -45,7 +39,7 @@ class Placement(NamedTuple):
 
 
 def class_of(submission: Submission, graph: GraphNeeds, stats: WorkflowStats | None) -> RequirementClass:
-    """What the caller declares, plus what the graph shows, plus which workers are known to be too slow."""
+    """The declared needs, those of the graph, and without workers that are too slow."""
     declared = submission.requirements
     models, node_classes = _named(submission, graph)
     needs = msgspec.structs.replace(
@@ -58,8 +52,7 @@ def class_of(submission: Submission, graph: GraphNeeds, stats: WorkflowStats | N
 
 
 def narrowed(cls: RequirementClass, submission: Submission, graph: GraphNeeds) -> RequirementClass:
-    """The class of a job that waits, without what its graph is known not to need. Nothing is added to it: whoever
-    placed the job may have known more."""
+    """Drops needs that the graph does not have. Adds none: the placement may have known more."""
     models, node_classes = _named(submission, graph)
     needs = msgspec.structs.replace(
         cls.requirements,
@@ -70,7 +63,7 @@ def narrowed(cls: RequirementClass, submission: Submission, graph: GraphNeeds) -
 
 
 def _named(submission: Submission, graph: GraphNeeds) -> tuple[frozenset[str], frozenset[str]]:
-    """Models and node classes, of the graph and as declared."""
+    """The models and node classes of the graph and of the declaration."""
     declared = submission.requirements
     return graph.models.union(declared.models), graph.node_classes.union(declared.node_classes)
 
@@ -78,7 +71,7 @@ def _named(submission: Submission, graph: GraphNeeds) -> tuple[frozenset[str], f
 def where_accepted(
     context: EngineContext, cls: RequirementClass, refusing: frozenset[str]
 ) -> RequirementClass:
-    """The class past servers that are known to refuse the graph. If nobody else is there, they say so themselves."""
+    """Excludes servers that refuse the graph, unless no other worker is left."""
     if not refusing:
         return cls
     fleet, others = context.fleet, without_signatures(cls, refusing)
@@ -90,7 +83,7 @@ def where_accepted(
 def first_place(
     context: EngineContext, cls: RequirementClass, stats: WorkflowStats | None, start: float
 ) -> Placement:
-    """Where a job stands first: with the bigger cards it is known to need, with those it prefers, or anywhere."""
+    """Prefers the bigger cards that the workflow needs, then the preferred workers, then any worker."""
     fleet, rules = context.fleet, context.rules
     needs = with_memory(cls.requirements, stats, cls.tenant, fleet.capabilities())
     if needs is not cls.requirements:
@@ -115,7 +108,7 @@ class RefusalHandler:
     async def refusing(
         self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
     ) -> frozenset[str]:
-        """The signature of the worker that refused, where all that have it would refuse too."""
+        """The signature of the refusing worker, if every worker with that signature would refuse."""
         cls = await self._class(dispatch.class_key)
         worker = self._context.fleet.workers.get(worker_id)
         signature = None if cls is None or worker is None else signature_for(cls, worker)
@@ -124,7 +117,7 @@ class RefusalHandler:
         catalog = await self._catalogs.get(signature)
         if not speaks_for_equals(failure, None if catalog is None else catalog.signatures):
             assert cls is not None, "it has a signature"
-            # It may be about its own disk. When several equal servers say so, it is the workflow.
+            # The refusal may be about one disk, until several equal servers refuse.
             said = 1 + await self._equals_that_refused(dispatch, cls, worker_id, signature, now)
             if said < self._context.rules.give_up_workers:
                 return frozenset()
@@ -133,8 +126,8 @@ class RefusalHandler:
     async def may_accept(
         self, dispatch: Dispatch, worker_id: WorkerId, refusing: frozenset[str], now: float
     ) -> int:
-        """Live workers that could run it, other than those that have refused it or are equal to one that has. One that
-        drains, or is paused, may be let back."""
+        """Counts the live workers that could run the job and have not refused it. Paused and draining ones
+        count."""
         found = await self._class(dispatch.relaxed_class or dispatch.class_key)
         if found is None:
             return 0
@@ -149,7 +142,7 @@ class RefusalHandler:
         return count
 
     async def elsewhere(self, dispatch: Dispatch, refusing: frozenset[str]) -> Dispatch:
-        """In a class without the servers that refuse it."""
+        """Moves the job to classes without the refusing signatures."""
         later = dispatch.relaxed_class
         return msgspec.structs.replace(
             dispatch,
@@ -178,7 +171,7 @@ class RefusalHandler:
         return block is not None and block.is_in_force(now) and block.reason is BlockReason.REFUSED
 
     async def _cannot(self, dispatch: Dispatch, worker_id: WorkerId, now: float) -> bool:
-        """Whether the worker is known to lack something, or to refuse it. Other blocks are only a matter of time."""
+        """Whether the worker lacks something or refuses the job. Other blocks just expire."""
         if worker_id not in self._context.fleet.with_blocks:
             return False
         for block_target in dispatch.block_targets:
@@ -188,7 +181,7 @@ class RefusalHandler:
         return False
 
     async def _class(self, key: ClassKey) -> RequirementClass | None:
-        """Submitted at another engine, it may be new to this one."""
+        """Reads the fleet if another engine added the class."""
         fleet = self._context.fleet
         if key not in fleet.classes and self._context.store.is_shared:
             await fleet.sync()

@@ -1,10 +1,8 @@
-"""What the engine does about workflows that servers die of: refuses them, ends those that wait, pauses the tenant.
+"""Handles workflows that kill servers: refuses them, ends their waiting jobs, suspends the tenant.
 
-The refusal is a block of every worker, written with the end of the job that showed it
-(`policy/poison_workflows.py`), so every store and every direct worker keeps to it at once. Each engine that
-learns of the refusal ends the equal jobs that wait, page by page; one that comes back to the queue later is
-noticed when it is written.
-"""
+The refusal is a block of every worker, written with the end of the last job (`policy/poison_workflows.py`),
+so all stores and direct workers obey it at once. Each engine that learns of it ends the waiting jobs, page by
+page."""
 
 from __future__ import annotations
 
@@ -27,24 +25,24 @@ _ENDED_BEFORE = (AttemptOutcome.EXPIRED, AttemptOutcome.CANCELLED)
 
 
 class PoisonWorkflows:
-    def __init__(self, context: EngineContext, verdicts: FailureHandler) -> None:
+    def __init__(self, context: EngineContext, failures: FailureHandler) -> None:
         self._context = context
-        self._verdicts = verdicts
+        self._failures = failures
         self._ended: set[str] = set()
-        """Refused targets of which nothing waited when it was looked for."""
+        """Refused targets without waiting jobs at the last look."""
         self._returned: set[JobId] = set()
-        """Jobs of refused workflows that were written as waiting since."""
+        """Jobs of refused workflows that were queued since."""
         self._over: dict[JobId, Dispatch] = {}
-        """Jobs that a server died of, and that are over before a second one could."""
+        """Jobs that ended after one server died of them."""
         self._ending: asyncio.Task[None] | None = None
         context.refused_waits = self._note_waiting
         context.ended_after_death = self._note_over
-        verdicts.on_refusal = self.refused
-        verdicts.on_late_death = self.note_late
+        failures.on_refusal = self.refused
+        failures.on_late_death = self.note_late
 
     async def note_late(self, call: FailureReport) -> None:
-        """The job ended while it ran, by its own time or by hand, and is not tried again. A server that died of it is
-        remembered for the workflow, or such jobs would kill one server after the other. Each attempt counts once."""
+        """Counts a server that died of a job after the job ended, so that such jobs cannot kill one server
+        after the other. Each attempt counts once."""
         store, ref = self._context.store, call.ref
         if call.failure.server_died is None:
             return
@@ -72,7 +70,7 @@ class PoisonWorkflows:
         await self.refused(dispatch, refusal, failure)
 
     async def refused(self, dispatch: Dispatch, block: Block, failure: Failure) -> None:
-        """After the write: the alert, and whatever else follows."""
+        """Runs after the write: raises the alert and suspends the tenant if needed."""
         context = self._context
         _LOG.warning(
             "workflow %s of tenant %s is refused: %d servers died while they ran it, the last of job %s (%s); "
@@ -89,7 +87,7 @@ class PoisonWorkflows:
             message=failure.message,
         )
         context.wake_by(context.clock.now())
-        with best_effort(f"look whether tenant {dispatch.tenant} is to be paused"):
+        with best_effort(f"check whether to suspend tenant {dispatch.tenant}"):
             await self._pause(dispatch.tenant)
 
     async def _pause(self, tenant: TenantId) -> None:
@@ -108,7 +106,9 @@ class PoisonWorkflows:
             context.tell("tenant_suspended", EVERY_WORKER, tenant=tenant, message=why)
         else:
             _LOG.warning(
-                "tenant %s would be suspended, but nobody has set it up, or it is already: %s", tenant, why
+                "tenant %s was not suspended, because it does not exist or is suspended already: %s",
+                tenant,
+                why,
             )
 
     def _note_over(self, dispatch: Dispatch) -> None:
@@ -117,21 +117,19 @@ class PoisonWorkflows:
             self._context.wake_by(self._context.clock.now())
 
     async def _remember(self, dispatch: Dispatch) -> None:
-        """Whoever cancels a job before its second try, and submits it anew, does not begin to count anew."""
+        """Keeps the count when somebody cancels the job and submits it again."""
         context, now = self._context, await self._context.store.now()
         known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
         if known is None or not poison_workflows.is_refusing(known):
             deaths = max(dispatch.server_deaths, poison_workflows.deaths_lately(known, context.rules, now))
             await context.store.put_block(poison_workflows.death_of(dispatch, deaths, now))
 
-    # equal jobs that wait
-
     def _note_waiting(self, dispatch: Dispatch) -> None:
         self._returned.add(dispatch.job_id)
         self._context.wake_by(self._context.clock.now())
 
     def look(self) -> None:
-        """A duty of the sweeper, which does not wait for it: a tenant's database may be slow."""
+        """Runs in the background, because a tenant database may be slow."""
         refused = self._context.fleet.refused
         self._ended &= refused
         if self._ending is None and (self._over or self._returned or refused - self._ended):
@@ -145,15 +143,17 @@ class PoisonWorkflows:
     async def _end_waiting(self) -> None:
         try:
             for job_id, dispatch in list(self._over.items()):
-                with best_effort(f"count the server that died of job {job_id}; it is tried again"):
+                with best_effort(f"count the server that died of job {job_id}; the next sweep tries again"):
                     await self._remember(dispatch)
                     self._over.pop(job_id, None)
             for target in self._context.fleet.refused - self._ended:
-                with best_effort(f"end the waiting jobs of the refused workflow {target}; it is tried again"):
+                with best_effort(
+                    f"end the waiting jobs of the refused workflow {target}; the next sweep tries again"
+                ):
                     await self._end_all(target)
                     self._ended.add(target)
             for job_id in list(self._returned):
-                with best_effort(f"end job {job_id} of a refused workflow; it is tried again"):
+                with best_effort(f"end job {job_id} of a refused workflow; the next sweep tries again"):
                     await self._end(job_id)
                     self._returned.discard(job_id)
         finally:
@@ -171,13 +171,13 @@ class PoisonWorkflows:
             after = page[-1].job_id
 
     async def _end(self, job_id: JobId) -> None:
-        """Decided on what was read and written only over that."""
+        """Repeats until the write is based on what was read."""
         while (dispatch := await self._context.store.load(job_id)) is not None:
             is_refused = dispatch.block_targets[1] in self._context.fleet.refused
             if dispatch.phase is not Phase.QUEUED or not is_refused:
                 return
             if (
-                await self._verdicts.ended(dispatch, poison_workflows.failure_of_waiting(dispatch))
+                await self._failures.ended(dispatch, poison_workflows.failure_of_waiting(dispatch))
                 is not None
             ):
                 return

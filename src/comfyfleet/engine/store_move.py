@@ -1,9 +1,8 @@
-"""Moves everything from one store to another: jobs with their history, blocks, lessons, documents, classes.
+"""Moves everything from one store to another: jobs with history, blocks, workflow statistics, documents,
+classes.
 
-A job is let go at the source only after the target has answered that it has it. A move that was interrupted is simply
-begun again: a job that is at the target already is known there by its id. What can be said of a class, the target's
-own workers decide, so this is an engine's work and not a store's.
-"""
+The source deletes a job only after the target has confirmed it, so an interrupted move can start again. The
+target's workers decide on classes; therefore this is the engine's work and not a store's."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from comfyfleet.policy.timers import returned
 from comfyfleet.ports import Document, TransferableStore
 
 _PAGE = 20
-"""Payloads may be large, and a page of them is in memory, and in one step of the target, at once."""
+"""Small, because a page of large payloads is in memory and in one write of the target."""
 _TRIES = 3
 _LOOK_EVERY_S = 0.2
 _MARK_S = 60.0
@@ -48,9 +47,9 @@ class SkipReason(StrEnum):
     """Why a job stays at the source."""
 
     REFERENCE = "reference"
-    """The target has another job of the same tenant under its reference."""
+    """The target has another job of the tenant with the same reference."""
     CHANGED = "changed"
-    """Both sides have gone on with it: an engine works on the source, and the target has leased it already."""
+    """Both sides have changed the job: an engine uses the source, and the target has leased it."""
     LEASED = "leased"
 
 
@@ -62,7 +61,7 @@ class SkippedJob(msgspec.Struct, frozen=True):
 
 
 class MoveProgress(msgspec.Struct):
-    """What was done so far. In a trial: what would be."""
+    """What was done so far, or would be in a rehearsal."""
 
     jobs: int = 0
     by_phase: dict[Phase, int] = msgspec.field(default_factory=dict)
@@ -72,7 +71,7 @@ class MoveProgress(msgspec.Struct):
     documents: int = 0
     classes: int = 0
     released: int = 0
-    """Leases that had run out and were nobody's any more."""
+    """Expired leases that were released."""
 
 
 class StoreMove:
@@ -98,10 +97,8 @@ class StoreMove:
         self._tries: dict[JobId, int] = {}
         self.moved = MoveProgress()
 
-    # the whole of it
-
     async def run(self, wait_s: float = 0.0) -> MoveProgress:
-        """The source is paused from here on and stays so: what may be left there waits until somebody has looked."""
+        """Pauses the source for good: an operator looks at what may be left there."""
         await self._refuse_the_same_store()
         was_paused = await self._source.is_queue_paused()
         await self._source.pause_queue(True)
@@ -120,7 +117,7 @@ class StoreMove:
         return self.moved
 
     async def rehearse(self) -> MoveProgress:
-        """What a move would do now; nothing is changed."""
+        """Counts what a move would do, and changes nothing."""
         after: JobId | None = None
         records = self._target.records
         while page := await self._page(after):
@@ -144,10 +141,9 @@ class StoreMove:
             self.moved.documents += await self._target.documents.get(collection, document.name) is None
         return self.moved
 
-    # before anything moves
-
     async def _refuse_the_same_store(self) -> None:
-        """Two addresses may lead to one store, and a job that is let go there is gone: a mark on one side tells."""
+        """Two addresses may lead to one store, where a move would delete the jobs. A mark in the source shows
+        it."""
         until = await self._source.now() + _MARK_S
         mark = Block(WorkerId(f"store-move-{self._token}"), self._token, BlockReason.JOB, 1, until)
         await self._source.put_block(mark)
@@ -156,7 +152,7 @@ class StoreMove:
         if found is not None:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
-                "both addresses lead to the same store; nothing was moved. Name another target",
+                "both addresses lead to the same store. Nothing was moved; name another target",
             )
 
     async def _await_leases(self, wait_s: float) -> None:
@@ -170,15 +166,15 @@ class StoreMove:
                 last_s = max((lease.expires_at for lease in leases), default=now) - now
                 raise Refusal(
                     RefusalCode.WRONG_PHASE,
-                    f"{len(held)} of its jobs run ({_some(workers)}); nothing was moved and the queue is as it was. "
-                    "Let them end, or wait for them: without a sign of life the last of their leases runs out in "
+                    f"{len(held)} jobs of the source are running ({_some(workers)}). Nothing was moved, and "
+                    "the queue is as before. Wait until they end; without heartbeats their last lease expires in "
                     f"{max(last_s, 0):.0f} s",
                     leases=len(held),
                 )
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _held(self) -> list[Dispatch]:
-        """The dispatches under a lease that still runs. Where a lease has run out, the job waits again."""
+        """The jobs under a live lease. Requeues jobs whose lease has expired."""
         if not (await self._source.counts()).by_phase[Phase.LEASED]:
             return []
         held, after = [], None
@@ -194,13 +190,13 @@ class StoreMove:
         return held
 
     async def _release(self, dispatch: Dispatch) -> bool:
-        """Uncharged: who let it run out, the worker or a store that stood still, cannot be told any more."""
+        """Without a charge: the worker or a stopped store may be the cause."""
         now = await self._source.now()
         change, end = (
             returned(dispatch, Phase.QUEUED, dispatch.not_before, now, self._rules),
             AttemptOutcome.RELEASED,
         )
-        fact = FactDraft(FactKind.RELEASED, {"reason": "the lease ran out before the move to another store"})
+        fact = FactDraft(FactKind.RELEASED, {"reason": "the lease expired before the move to another store"})
         if dispatch.stop is Stop.CANCEL:
             change, end, fact = cancelled(dispatch), AttemptOutcome.CANCELLED, FactDraft(FactKind.CANCELLED)
         elif dispatch.stop is Stop.PAUSE:
@@ -219,11 +215,9 @@ class StoreMove:
         self.moved.released += written is not None
         return written is not None
 
-    # what belongs to no job
-
     async def _move_workflow_stats(self) -> None:
         for stats in await self._source.moving.workflow_stats():
-            # What the target has learned itself is newer than what it is told.
+            # The target's own statistics are newer.
             if await self._target.get_workflow_stats(stats.workflow_hash) is None:
                 await self._target.put_workflow_stats(stats)
                 self.moved.workflow_stats += 1
@@ -241,7 +235,7 @@ class StoreMove:
                 self.moved.blocks += 1
 
     async def _move_documents(self) -> None:
-        """Keys and the like: whoever has one opens the same doors at the target. What has the name there stays."""
+        """Documents such as API keys stay valid. The target keeps documents of the same name."""
         async for collection, document in self._documents():
             is_new = await self._target.documents.put(collection, document.name, document.body, version=0)
             self.moved.documents += is_new
@@ -255,24 +249,22 @@ class StoreMove:
                     yield collection, document
                 after = page[-1].name
 
-    # jobs
-
     async def _move_jobs(self) -> None:
         after: JobId | None = None
-        # What has moved is no longer listed, so a page goes on behind the last job that stays.
+        # Moved jobs leave the list, so a page starts after the last job that stays.
         while page := await self._page(after):
             found = [whole for job in page if (whole := await self._whole(job)) is not None]
             left = await self._take([each for each in found if each.dispatch.lease is None])
             for each in found:
                 if each.dispatch.lease is not None:
-                    # An engine whose view is older than the pause, or a paused queue that somebody started again.
+                    # An engine saw the pause late, or somebody resumed the queue.
                     left[each.dispatch.job_id] = SkippedJob(each.dispatch.job_id, SkipReason.LEASED)
             for job in page:
                 if job.job_id not in left:
                     continue
                 stayed = left[job.job_id]
                 if stayed is None:
-                    # It is tried again, and with it all that stands behind it.
+                    # Try this job again, and all behind it.
                     break
                 self.moved.stayed.append(stayed)
                 after = job.job_id
@@ -282,7 +274,7 @@ class StoreMove:
         return await self._source.records.listing(tenant=None, phase=None, limit=_PAGE, after=after)
 
     async def _whole(self, job: Job) -> JobSnapshot | None:
-        """Read twice: whoever changes it in between changes its revision, which guards its end here."""
+        """A change after this read raises the revision, which guards the deletion."""
         source, job_id = self._source, job.job_id
         dispatch = await source.load(job_id)
         record = await source.records.get(job_id)
@@ -293,7 +285,7 @@ class StoreMove:
         )
 
     async def _take(self, jobs: list[JobSnapshot]) -> dict[JobId, SkippedJob | None]:
-        """Moves a page. Answers those that are still at the source, and why they stay; None: to be tried again."""
+        """Moves a page. Returns the jobs that stay, with the reason; None: try again."""
         imported = await self._import_jobs(jobs)
         answers: dict[JobId, SkippedJob | None] = {}
         taken: list[tuple[JobSnapshot, Dispatch]] = []
@@ -310,19 +302,19 @@ class StoreMove:
             if is_gone:
                 self._count(whole.dispatch.phase)
             else:
-                # Somebody has changed it here since it was read: the copy must not go on beside it.
+                # Somebody changed the job since it was read, so the copy must go.
                 answers[whole.job.job_id] = await self._take_back(whole, there)
         return answers
 
     async def _goes_on(self, whole: JobSnapshot, there: Dispatch) -> bool:
-        """Whether the target has the job as it is here, or as it went on from here after an earlier move."""
+        """Whether the target has this job as it is, or continued it after an earlier move."""
         if there == msgspec.structs.replace(whole.dispatch, sequence=there.sequence):
-            # Whatever is written of a job raises its revision: the rest of it is the same, too.
+            # Every write raises the revision, so the rest is equal too.
             return True
         target, count = self._target, len(whole.facts)
         facts, job = await target.facts(there.job_id), await target.records.get(there.job_id)
         attempts = (await target.attempts(there.job_id))[: len(whole.attempts)]
-        # Without a fact of its own, what differs there is older: not every change here is told in one.
+        # Without a new fact the target's version is older: not every change here publishes one.
         has_gone_on = len(facts) > count and there.revision > whole.dispatch.revision
         return (
             has_gone_on
@@ -333,10 +325,10 @@ class StoreMove:
         )
 
     async def _take_back(self, whole: JobSnapshot, there: Dispatch) -> SkippedJob | None:
-        """Removes a copy that is older than the job here. If it cannot be, the job stays."""
+        """Removes an outdated copy from the target. If it cannot, the job stays."""
         job_id = there.job_id
         self._tries[job_id] = self._tries.get(job_id, 0) + 1
-        # What has a history of its own at the target is no copy any more.
+        # With a history of its own at the target, it is no longer a copy.
         facts = tuple(await self._target.facts(job_id))
         is_copy = facts == whole.facts[: len(facts)] and (await self._target.moving.discard([there]))[0]
         return None if is_copy and self._tries[job_id] < _TRIES else SkippedJob(job_id, SkipReason.CHANGED)
@@ -348,14 +340,12 @@ class StoreMove:
             imported = await self._target.moving.import_jobs(jobs)
             if imported is not None:
                 return imported
-            # A class that nobody used any more was dropped from the table to make room.
+            # The target dropped an unused class.
             self._ready.clear()
-        raise Fault(
-            "the target drops classes as fast as they are put into its table; try again when it is less busy"
-        )
+        raise Fault("the target drops requirement classes too fast; try again when it is less busy")
 
     async def _prepare(self, dispatch: Dispatch) -> None:
-        """The target knows the classes of the job, and how much its tenant has been served."""
+        """Gives the target the job's classes and its tenant's service time."""
         if dispatch.tenant not in self._tenants:
             self._tenants.add(dispatch.tenant)
             served_s = (await self._source.shares.of(dispatch.tenant)).virtual_time
@@ -379,12 +369,12 @@ class StoreMove:
 
 
 def _unmarked(attempt: Attempt) -> Attempt:
-    """A report that came too late is noted without any other change."""
+    """A late report is marked without any other change."""
     return msgspec.structs.replace(attempt, reported_late=False)
 
 
 def _asked(job: Job) -> Submission:
-    """What was attached to a completed job is not kept."""
+    """A completed job drops its attachments."""
     return msgspec.structs.replace(job.payload, attachments=())
 
 

@@ -1,14 +1,10 @@
-"""A submission on its way into the queue: known already or new, read, judged, announced, written, told.
+"""Takes a submission into the queue: finds repeats, reads the graph, checks, announces, writes, publishes.
 
-What may be asked for is policy's (`policy/admission.py`), what a graph is `graph_reader.py`'s, where a job waits first
-`placement.py`'s. What is noted beside the queue is noted before the job is written: nobody finds a job without it.
+`policy/admission.py` decides what is allowed, `graph_reader.py` reads graphs, `placement.py` chooses the
+class. Notes beside the queue come before the job, so that no job lacks them.
 
-How full the queue is, for a job that wants to come in.
-
-A store in this process is asked each time, since that costs nothing. One that is shared is a way to another process and
-back: while it is not half full, what it said within the last second, and what came in here since, will do. What others
-brought meanwhile may go beyond the brim only if they fill the other half in that second.
-"""
+`QueueCapacity` counts how full the queue is. It asks an in-process store each time, and a shared one once a
+second while the queue is less than half full."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ class QueueCapacity:
         self._good_until = float("-inf")
 
     def is_known(self) -> bool:
-        """Whether the store need not be asked."""
+        """Whether the last counts of the store are good enough."""
         rules = self._context.rules
         return (
             self._context.clock.monotonic() < self._good_until
@@ -76,7 +72,7 @@ class QueueCapacity:
         self._good_until = self._context.clock.monotonic() + _GOOD_FOR_S
 
     def take(self, size: int) -> None:
-        """For a job of that size, which counts from here on; refuses where there is none."""
+        """Counts a job of this size. Refuses it if the queue is full."""
         check_room(self._waiting, self._open_bytes, size, self._context.rules)
         self._waiting += 1
         self._open_bytes += size
@@ -108,32 +104,32 @@ class Submitter:
         self._catalogs = catalogs
         self._missing = missing
         self._reader = GraphReader(context.rules.max_nodes)
-        self._room = QueueCapacity(context)
+        self._capacity = QueueCapacity(context)
 
     async def submit(
         self, submission: Submission, *, is_own: bool = False, is_large: bool = False
     ) -> Submitted:
-        """`is_own`: the graph was decoded from JSON, its nodes or not, and nobody else has it. `is_large`: it is worked
-        on in threads, so that the event loop goes on meanwhile."""
-        context, apart = self._context, _in_a_thread if is_large else _at_once
-        # Before it is judged: of a job that was taken once, files and workers may be gone by now.
+        """`is_own`: the graph comes from decoded JSON and has no other owner. `is_large`: threads do the
+        work, so that the event loop goes on."""
+        context, run = self._context, _in_a_thread if is_large else _at_once
+        # A repeat is accepted first: its files and workers may be gone by now.
         known = await self._known(submission)
-        if known is not None and await apart(is_repeat, known.payload, submission):
+        if known is not None and await run(is_repeat, known.payload, submission):
             return _repeat(known)
-        await apart(check_submission, submission, context.rules)
-        sent = await apart(digest_of, submission)
+        await run(check_submission, submission, context.rules)
+        sent = await run(digest_of, submission)
         try:
             submission, reading = await self._read(submission, is_own, is_large)
             submission = msgspec.structs.replace(submission, sent=sent)
             if submission.inputs or submission.after:
-                submission = await self._named(submission, apart)
+                submission = await self._named(submission, run)
         except Refusal as refusal:
             if known is None:
                 raise
-            # Whatever it lacks, it is not what was sent before.
+            # Whatever is wrong, it differs from the first submission.
             raise _differs(known, submission) from refusal
         if known is not None:
-            return await apart(_same, known, submission)
+            return await run(_same, known, submission)
         check_refused(reading.workflow_hash, submission.tenant, context.fleet.refused)
         is_held = bool(submission.after) and await self._dependencies.check(
             submission.after, submission.tenant
@@ -143,8 +139,8 @@ class Submitter:
         tenant = await context.admission_control.terms(submission.tenant)
         placed = submission if tenant is None else under_terms(submission, tenant)
         now, stats = await self._asked(reading.workflow_hash)
-        size = await apart(submission.payload_bytes)
-        self._room.take(size)
+        size = await run(submission.payload_bytes)
+        self._capacity.take(size)
         refusing = await self._catalogs.refusing(reading.graph, submission.variants)
         needs = await self._catalogs.needs_of(reading.graph, reading.needs)
         cls = where_accepted(context, class_of(placed, needs, stats), refusing)
@@ -162,18 +158,18 @@ class Submitter:
             seeds={node_id: context.chance.seed() for node_id in reading.drawing} or None,
         )
         if all(each.file is not None for each in submission.inputs):
-            # Otherwise it is known when the files of other jobs are.
-            dispatch = msgspec.structs.replace(dispatch, payload_sha256=await apart(job_sha256, job))
+            # Otherwise the files of other jobs are not known yet.
+            dispatch = msgspec.structs.replace(dispatch, payload_sha256=await run(job_sha256, job))
         if tenant is None:
             written = await self._write(dispatch, job, place)
         else:
             async with context.admission_control.admit(tenant):
                 written = await self._write(dispatch, job, place)
         if written.dispatch.job_id != dispatch.job_id:
-            # Somebody else submitted under the same reference in between.
+            # Somebody else submitted under the same reference meanwhile.
             known = await self._known(submission)
             assert known is not None, "the store answered with it"
-            return await apart(_same, known, submission)
+            return await run(_same, known, submission)
         await self._tell(written)
         if unworkable:
             self._missing.call(cls)
@@ -182,12 +178,12 @@ class Submitter:
     async def admit(
         self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[WriteResult | None]]
     ) -> Tenant | None:
-        """Brings a round into the queue that was taken before, at another time or by another engine. `write` puts the
-        dispatch there; None from it: its class has gone meanwhile. Answers with the tenant whose terms, as they are
-        now, it does not keep to: then it waits as paused, for its end."""
+        """Queues a round that this or another engine accepted earlier. `write` returns None if the store
+        dropped the class. Returns the tenant if the job breaks its present terms; the job then waits as
+        paused until it is ended."""
         context = self._context
         stats = await context.stats(dispatch.workflow_hash)
-        # It was judged when it was taken. Whether and where it may run is what its tenant's terms say now.
+        # The job was accepted before; the tenant's present terms decide whether and where it runs.
         tenant = await context.admission_control.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
         refusing = await self._catalogs.refusing(payload.workflow, payload.variants)
@@ -206,7 +202,7 @@ class Submitter:
             placed = msgspec.structs.replace(placed, revision=dispatch.revision)
         is_kept = tenant is None or keeps_to(job.payload, tenant)
         if not is_kept:
-            # It ends by itself should nobody come to it.
+            # The job ends by itself if nobody ends it.
             placed = msgspec.structs.replace(
                 placed, standing=Readiness.PAUSED, expires_at=now + _UNTIL_JUDGED_S
             )
@@ -221,12 +217,12 @@ class Submitter:
         return None
 
     async def repeat_of(self, submission: Submission) -> Submitted | None:
-        """The job that was made of exactly this before, whatever has become of its files and workers."""
+        """The job that an identical submission created, whatever became of its files and workers."""
         known = await self._known(submission)
         return _repeat(known) if known is not None and is_repeat(known.payload, submission) else None
 
     async def holder_of(self, submission: Submission) -> Submitted | None:
-        """The job that has its reference, which must be a repeat; None where nobody has it."""
+        """The job with the same reference, or None. Refuses if that job's submission differs."""
         known = await self._known(submission)
         return None if known is None else _same(known, submission)
 
@@ -235,16 +231,16 @@ class Submitter:
             return None
         return await self._context.store.records.by_reference(submission.tenant, submission.reference)
 
-    # what is asked for
+    # reading
 
     async def _read(
         self, submission: Submission, is_own: bool, is_large: bool
     ) -> tuple[Submission, GraphReading]:
-        """The submission as it is kept, and what was read of its graph."""
+        """The submission as it is stored, and the reading of its graph."""
         variants: tuple[WorkflowVariant, ...] = ()
         if is_editor_workflow(submission.workflow):
             graph, variants = await self._nodes.convert_for_all(submission.workflow, submission.tenant)
-            # What is a page in the editor may unfold to megabytes.
+            # In a thread: a page of the editor may expand to megabytes.
             reading = await asyncio.to_thread(self._read_variants, graph, variants)
         elif is_large and is_own:
             reading = await asyncio.to_thread(self._reader.read_once, submission.workflow)
@@ -253,7 +249,7 @@ class Submitter:
         return msgspec.structs.replace(submission, workflow=reading.graph, variants=variants), reading
 
     def _read_variants(self, graph: dict[str, Any], variants: tuple[WorkflowVariant, ...]) -> GraphReading:
-        """As one workflow: with the hash of what its graphs have in common, and seeds for each that asks."""
+        """Reads all variants as one workflow, with the hash of their common part and all their seeds."""
         reading = self._reader.read(graph)
         if not variants:
             return reading
@@ -262,37 +258,37 @@ class Submitter:
         common = hash_workflow(common_to(reading.graph, [each.graph for each in others]))
         return reading._replace(workflow_hash=common, drawing=tuple(drawing))
 
-    async def _named(self, submission: Submission, apart: _TenantStore) -> Submission:
-        """With the ids of the jobs that it waits for, or takes an output of."""
+    async def _named(self, submission: Submission, run: _Runner) -> Submission:
+        """With the ids of the jobs that it waits for."""
         rules = self._context.rules
         if submission.inputs:
-            graph = await apart(partial(check_workflow, max_nodes=rules.max_nodes), submission.workflow)
+            graph = await run(partial(check_workflow, max_nodes=rules.max_nodes), submission.workflow)
             check_inputs(submission, graph, rules)
         submission = await self._inputs.named(submission)
         check_dependencies(submission, rules)
         return submission
 
-    # what it is judged by
+    # checking
 
     async def _asked(self, workflow_hash: WorkflowHash) -> tuple[float, WorkflowStats | None]:
-        """What time it is, and what is known of the workflow; how full the queue is, where that is not known."""
+        """The time and the workflow's statistics. Reads the queue counts if they are outdated."""
         context, store = self._context, self._context.store
         if not store.is_shared:
-            self._room.hear(await store.counts())
+            self._capacity.hear(await store.counts())
             return await store.now(), await context.stats(workflow_hash)
-        if self._room.is_known():
+        if self._capacity.is_known():
             return context.clock.now(), await context.stats(workflow_hash)
-        # At once: each is a way to another process and back.
+        # Together, because each is a call to another process.
         counts, now, stats = await asyncio.gather(store.counts(), store.now(), context.stats(workflow_hash))
-        self._room.hear(counts)
+        self._capacity.hear(counts)
         return now, stats
 
     async def _unworkable(self, cls: RequirementClass, submission: Submission) -> tuple[str, ...]:
-        """What the worker that misses least still lacks, by name; empty when somebody can run it."""
+        """What the nearest worker lacks; empty if a worker can run the job."""
         context = self._context
         lacking = self._lacking(cls, submission.tenant)
         if lacking and context.store.is_shared:
-            # A worker of another engine may be new to this one.
+            # Another engine may have a new worker.
             await context.fleet.sync()
             lacking = self._lacking(cls, submission.tenant)
         if lacking and submission.require_workable:
@@ -324,15 +320,15 @@ class Submitter:
         return tuple(f"{name} {miss.reason}" for miss in lacking[nearest])
 
     def _offline(self, tenant: TenantId) -> tuple[str, ...]:
-        """Why the first few are, where nobody is there."""
+        """The reasons of the first offline workers."""
         away = [worker for worker in self._context.fleet.workers.values() if worker.is_offline]
         return tuple(
             f"{name_for(worker.worker_id, worker.capabilities.tenant_access, asker_of(tenant))} is offline: "
-            f"{worker.offline_reason or 'it went'}"
+            f"{worker.offline_reason or 'it left'}"
             for worker in away[:3]
         )
 
-    # into the queue
+    # writing
 
     def _dispatch(
         self,
@@ -371,7 +367,7 @@ class Submitter:
         if is_held:
             dispatch = held(dispatch)
         when = wake_at(dispatch, now, rules)
-        # Most jobs wait for nothing but a worker.
+        # Most jobs need no timer.
         return dispatch if when is None else msgspec.structs.replace(dispatch, wake_at=when)
 
     async def _write(self, dispatch: Dispatch, job: Job, place: Placement) -> WriteResult:
@@ -393,28 +389,27 @@ class Submitter:
         store = self._context.store
         while True:
             if not store.is_shared:
-                # Once more: others may have come while this one waited on its way. From here to the write none does.
-                self._room.hear(await store.counts())
-                self._room.take(dispatch.payload_bytes)
+                # Count again: others may have come meanwhile. Nothing awaits from here to the write.
+                self._capacity.hear(await store.counts())
+                self._capacity.take(dispatch.payload_bytes)
             written = await store.enqueue(dispatch, job, _QUEUED)
             if written is not None:
                 return written
-            # The store has dropped a class that was idle for long.
+            # The store dropped a class that was idle for long.
             for cls in place.classes:
                 await fleet.ensure_class(cls)
 
     async def _tell(self, written: WriteResult) -> None:
         dispatch = written.dispatch
         self._context.publish(written)
-        if dispatch.stands_in_lane:
-            self._matcher.job_arrived(dispatch.class_key)
+        self._matcher.job_arrived(dispatch)
         if dispatch.is_held:
-            # What it waits for may have ended before it was written, when nobody could be told.
-            with best_effort(f"look at what job {dispatch.job_id} waits for; the sweeper does later"):
+            # An awaited job may have ended before this one was written.
+            with best_effort(f"check what job {dispatch.job_id} waits for; the sweeper does so later"):
                 await self._dependencies.look(dispatch.job_id)
 
 
-class _TenantStore(Protocol):
+class _Runner(Protocol):
     async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
 
 
@@ -435,7 +430,7 @@ def _same(known: Job, submission: Submission) -> Submitted:
 def _differs(known: Job, submission: Submission) -> Refusal:
     return Refusal(
         RefusalCode.DUPLICATE_DIFFERS,
-        f"a different job was submitted as {submission.reference!r} before; choose another id",
+        f"another job already has the reference {submission.reference!r}; choose a different one",
         job_id=known.job_id,
     )
 

@@ -1,13 +1,9 @@
-"""Timed duties: whatever waits for a time wakes by itself.
+"""Runs timed work: delays, leases, deadlines, blocks, quarantines, purges.
 
-One timer stands at the next moment anything is due (a delay, a lease, a deadline, a block, a quarantine); a slow sweep
-covers what no timer was set for. Every duty may run twice: each ends in a guarded write.
+One timer stands at the next due time; a slow sweep covers the rest. Each step ends in a guarded write and may
+run twice.
 
-Whoever waits for something is called every few seconds to look for itself, so that nobody depends on having heard.
-
-A change is written first and told afterwards. What tells of it can be lost on every way: a bus, a relay, a process that
-died in between. A look at the store finds it all the same.
-"""
+`Rechecks` calls waiting clients every few seconds to read the store, because events may be lost."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ from comfyfleet.tracing import in_background, log_failure
 _LOG = logging.getLogger(__name__)
 _BATCH = 256
 _TENANT_PATIENCE_S = 1.0
-"""So long a page waits for the databases of tenants."""
+"""How long a page waits for tenant databases."""
 _RETRY_S = 0.01
 _PURGE_BATCH = 10_000
 _PURGE_EVERY_S = 60.0
@@ -56,7 +52,7 @@ class Sweeper:
         self,
         context: EngineContext,
         matcher: Matcher,
-        verdicts: FailureHandler,
+        failures: FailureHandler,
         workers: WorkerOperations,
         commands: CommandQueue,
         dependencies: Dependencies,
@@ -65,7 +61,7 @@ class Sweeper:
     ) -> None:
         self._context = context
         self._matcher = matcher
-        self._verdicts = verdicts
+        self._failures = failures
         self._workers = workers
         self._commands = commands
         self._dependencies = dependencies
@@ -79,7 +75,7 @@ class Sweeper:
         self._hold_end: float | None = None
         self._attending: dict[TenantId, asyncio.Task[bool]] = {}
         self._is_away: set[TenantId] = set()
-        """Tenants whose database was, when something of theirs was last due. Said once, not at every sweep."""
+        """Tenants whose database was away, so that the log says it once."""
         self._is_closed = False
         context.wake_by = self.wake_by
 
@@ -112,7 +108,7 @@ class Sweeper:
     async def sweep(self) -> None:
         context = self._context
         if context.store.is_shared:
-            # Whoever is judged here may be another engine's, which has heard of it since.
+            # Another engine may know more recent times of its workers.
             await context.compare_clocks()
             await context.fleet.freshen(context.rules.round_s)
         else:
@@ -121,19 +117,19 @@ class Sweeper:
         self._poison_workflows.look()
         await self._end_quarantines()
         await self._find_lost_workers()
-        with best_effort("look for jobs that no other worker can run"):
-            await self._verdicts.end_needless_blocks()
+        with best_effort("lift needless blocks"):
+            await self._failures.end_needless_blocks()
         await self._end_holds()
         is_all_done = await self._attend_to_due()
         await self._purge()
-        # What could not be done is still due; trying again at once would only turn the fault into a storm of it.
+        # Failed work is still due; an immediate retry would only repeat the fault.
         earliest = await context.store.now() + (_RETRY_S if is_all_done else context.rules.sweep_s)
         for at in (await context.store.next_due(), await context.store.next_block_end()):
             self.wake_by(at if at is None else max(at, earliest))
 
     async def _attend_to_due(self) -> bool:
-        """Page by page, to the end. What cannot be attended to now keeps nobody else waiting: a page goes on where the
-        last one ended, and where tenants have databases each is attended to in a task of its own."""
+        """Handles all due jobs, page by page. Failed ones do not delay the others. Each tenant with a
+        database has a task of its own."""
         store, began, is_all_done = self._context.store, await self._context.store.now(), True
         left_out: set[TenantId] = set()
         last: Dispatch | None = None
@@ -146,7 +142,7 @@ class Sweeper:
                 elif dispatch.tenant not in left_out:
                     of_tenants.setdefault(dispatch.tenant, []).append(dispatch)
             left_out |= await self._attend_to_tenants(of_tenants)
-            # What fell due meanwhile has a timer of its own.
+            # Jobs that fell due meanwhile have their own timer.
             if len(due) < _BATCH or last.due_at is None or last.due_at > began:
                 break
         return is_all_done and not left_out
@@ -155,12 +151,14 @@ class Sweeper:
         try:
             await self._attend(dispatch)
         except Exception:
-            log_failure(_LOG, "job %s could not be attended to; the next sweep tries again", dispatch.job_id)
+            log_failure(
+                _LOG, "could not handle job %s, which is due; the next sweep tries again", dispatch.job_id
+            )
             return False
         return True
 
     async def _attend_to_tenants(self, due: dict[TenantId, list[Dispatch]]) -> set[TenantId]:
-        """Those of whom something is left. One whose database is slow is waited for until the next page, no longer."""
+        """Returns the tenants with work left. A slow database delays only its own tenant."""
         left = {tenant for tenant in due if tenant in self._attending}
         for tenant in due.keys() - left:
             task = asyncio.create_task(self._attend_to_tenant(tenant, due[tenant]), name=f"sweep {tenant}")
@@ -175,7 +173,7 @@ class Sweeper:
         del self._attending[tenant]
 
     async def _attend_to_tenant(self, tenant: TenantId, due: list[Dispatch]) -> bool:
-        """False: something is left. A database that is away is not asked for one job after the other."""
+        """False: work is left. Stops at the first fault of the tenant's database."""
         is_all_done = True
         for dispatch in due:
             try:
@@ -183,20 +181,18 @@ class Sweeper:
             except Fault as fault:
                 if tenant not in self._is_away:
                     self._is_away.add(tenant)
-                    _LOG.warning(
-                        "jobs of tenant %s that are due wait until its database is back: %s", tenant, fault
-                    )
+                    _LOG.warning("due jobs of tenant %s wait until its database is back: %s", tenant, fault)
                 return False
             except Exception:
                 log_failure(
-                    _LOG, "job %s could not be attended to; the next sweep tries again", dispatch.job_id
+                    _LOG, "could not handle job %s, which is due; the next sweep tries again", dispatch.job_id
                 )
                 is_all_done = False
         self._is_away.discard(tenant)
         return is_all_done
 
     async def _why(self, dispatch: Dispatch) -> str:
-        """What it waited for, or where it ran, to be added to what ends it."""
+        """What the job waited for, or where it ran, for the failure message."""
         summary = ""
         with best_effort(f"explain why job {dispatch.job_id} did not end in time"):
             found = await explain(self._context, self._catalogs, dispatch, asker_of(dispatch.tenant))
@@ -215,21 +211,21 @@ class Sweeper:
             case Due.TOTAL_OVER:
                 words = f"the total time given to the job is over{await self._why(dispatch)}"
                 failure = Failure(FailureKind.TOTAL_TIMEOUT, words)
-                ended = await self._verdicts.ended(dispatch, failure)
+                ended = await self._failures.ended(dispatch, failure)
                 if ended is not None and dispatch.lease is not None:
                     await self._commands.tell_to_stop(dispatch, Stop.CANCEL)
             case Due.DEADLINE_OVER:
                 words = f"the deadline passed before a worker was free{await self._why(dispatch)}"
-                await self._verdicts.ended(dispatch, Failure(FailureKind.DEADLINE_PASSED, words))
+                await self._failures.ended(dispatch, Failure(FailureKind.DEADLINE_PASSED, words))
             case Due.STOP_OVERDUE:
-                await self._verdicts.stopped(dispatch, AtRevision(dispatch.revision), _UNCONFIRMED)
+                await self._failures.stopped(dispatch, AtRevision(dispatch.revision), _UNCONFIRMED)
             case Due.LEASE_OVER:
                 await self._expire(dispatch)
             case Due.NOTHING | Due.DEADLINE_FLAGGED:
                 if found.change is None:
                     return
                 is_late = found.due is Due.DEADLINE_FLAGGED
-                written = await context.store.write(
+                written = await context.write(
                     Write(
                         dispatch.job_id,
                         AtRevision(dispatch.revision),
@@ -239,12 +235,10 @@ class Sweeper:
                     )
                 )
                 if written is not None:
-                    context.publish(written)
-                    if written.dispatch.stands_in_lane:
-                        self._matcher.job_arrived(written.dispatch.class_key)
+                    self._matcher.job_arrived(written.dispatch)
 
     def _still_hopes_for_memory(self, dispatch: Dispatch, now: float) -> bool:
-        """A job that waits for a bigger card goes on waiting while there is one, however busy."""
+        """A job keeps waiting for a bigger card while the fleet has one."""
         fleet = self._context.fleet
         return (
             dispatch.relax_at is not None
@@ -257,14 +251,14 @@ class Sweeper:
         assert dispatch.lease is not None
         guard = AtRevision(dispatch.revision)
         if not dispatch.lease.is_acknowledged:
-            await self._verdicts.released(dispatch, guard, "the lease was never acknowledged")
+            await self._failures.released(dispatch, guard, "the lease was never acknowledged")
             return
         if dispatch.stop is not None:
-            await self._verdicts.stopped(dispatch, guard, _UNCONFIRMED)
+            await self._failures.stopped(dispatch, guard, _UNCONFIRMED)
             return
         worker_id = dispatch.lease.worker_id
         failure = Failure(FailureKind.LEASE_EXPIRED, f"worker {worker_id} stopped sending heartbeats")
-        await self._verdicts.failed(dispatch, guard, failure)
+        await self._failures.failed(dispatch, guard, failure)
 
     async def _end_blocks(self) -> None:
         for block in await self._context.store.expired_blocks():
@@ -279,7 +273,7 @@ class Sweeper:
             if until is None:
                 continue
             if until > longest:
-                # Begun while the clock was ahead, it would last longer by as much as that went back.
+                # It began before the clock was set back and would last too long.
                 until = longest
                 await fleet.change(worker.worker_id, partial(_quarantined, until=until))
             if until > now:
@@ -291,11 +285,11 @@ class Sweeper:
             self._matcher.worker_freed(worker.worker_id)
 
     async def _end_holds(self) -> None:
-        """The store sees by itself that a tenant is held no more; whoever waits for work must be told to look."""
+        """The store ends holds by itself; waiting polls must look again."""
         ended_at, self._hold_end = self._hold_end, await self._context.store.shares.next_hold_end()
         if ended_at is not None and ended_at != self._hold_end:
             self._matcher.everything_changed()
-        # Holds that are said to have no end are lifted by hand.
+        # An operator lifts holds without an end.
         if self._hold_end != float("inf"):
             self.wake_by(self._hold_end)
 
@@ -306,7 +300,7 @@ class Sweeper:
                 worker.worker_id
             )
             if is_silent and not worker.is_offline:
-                reason = f"not heard of for {limit_s:g} s"
+                reason = f"no heartbeat for {limit_s:g} s"
                 await self._workers.unregister(worker.worker_id, reason, is_lost=True)
 
     async def _purge(self) -> None:
@@ -326,7 +320,7 @@ class Sweeper:
             self._purged_at = now
 
     async def _forget_workers(self, before: float) -> int:
-        """Those nobody has seen since then. One that comes back all the same registers, as it must anyway."""
+        """Removes offline workers not seen since then. A returning worker registers anyway."""
         fleet, forgotten = self._context.fleet, 0
         old = [each for each in fleet.workers.values() if each.is_offline and each.last_seen_at < before]
         for worker in old[:_FORGET_BATCH]:
@@ -359,7 +353,7 @@ def _released(worker: WorkerRecord) -> WorkerRecord:
 
 
 _PAUSE_S = 0.1
-"""Between two turns: of many who began at almost the same time, several are called in one."""
+"""Pause between two turns, so that one turn calls several clients."""
 
 
 class Rechecks:
@@ -367,13 +361,13 @@ class Rechecks:
         self._clock = clock
         self._every_s = every_s
         self._due: dict[object, tuple[float, Callable[[], None]]] = {}
-        """In the order in which they are due, as everybody waits equally long."""
+        """In due order, as all wait equally long."""
         self._timer: Timer | None = None
         self._is_closed = False
 
     @contextmanager
     def calling(self, look: Callable[[], None]) -> Iterator[None]:
-        """While this lasts, `look` is called every few seconds."""
+        """Calls `look` every few seconds inside this context."""
         waiting = object()
         self._due[waiting] = (self._clock.monotonic() + self._every_s, look)
         self._arm()

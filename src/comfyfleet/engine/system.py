@@ -1,4 +1,4 @@
-"""Time and chance from the machine: the only places where either comes from."""
+"""The system clock, the store clock and the random source. All time and chance come from here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Clock, Timer
 
 _ROUNDING_S = 0.002
-"""The faster loop counts whole milliseconds: it rounds the wait, and the one that has begun counts as well."""
+"""The faster event loop rounds waits to whole milliseconds."""
 _BLOCK_BYTES = 4096
-# The variant of a UUID leaves two of its digit's four bits to chance.
+# The UUID variant fixes two bits of this digit.
 _VARIANTS = {f"{digit:x}": "89ab"[digit % 4] for digit in range(16)}
 
 
 class SystemClock:
-    """The machine's. It is asked each time: a hub may be started before the machine has learned what time it is."""
+    """Asks the machine each time: a hub may start before the machine has the right time."""
 
     def now(self) -> float:
         return time.time()
@@ -30,13 +30,13 @@ class SystemClock:
         return time.monotonic()
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        """Never before that time: whoever is called looks at the clock, and would find that nothing is due yet."""
+        """Never calls early, because the callback would find nothing due."""
         return asyncio.get_running_loop().call_later(max(0.0, when - self.now()) + _ROUNDING_S, callback)
 
 
 class StoreClock:
-    """The store's time without asking it: the one clock of an engine. Where several machines share a store, each has a
-    clock of its own, and a time from one compared with a time from another may be wrong by hours."""
+    """The store's time without a call to the store. Machines that share a store have different clocks, so an
+    engine compares and writes only this time."""
 
     def __init__(self, clock: Clock, *, is_shared: bool) -> None:
         self._clock = clock
@@ -44,11 +44,11 @@ class StoreClock:
         self._began = clock.now() - clock.monotonic()
 
     def heard(self, now: float) -> None:
-        """What the store says. Until then, the machine's time is as good as any."""
+        """Sets the store's time. Before, the machine's time counts."""
         self._began = now - self._clock.monotonic()
 
     def now(self) -> float:
-        # A store that is not shared asks the machine's clock itself, and follows when somebody sets that.
+        # A store that is not shared follows the machine's clock, also when somebody sets it.
         return self._began + self._clock.monotonic() if self._is_shared else self._clock.now()
 
     def monotonic(self) -> float:
@@ -68,10 +68,10 @@ class SystemRandom:
         self._owner = 0
 
     def job_id(self, now: float) -> JobId:
-        """A version 7 UUID: ids grow with time, far below the millisecond, and nobody can guess one."""
+        """A version 7 UUID: sorts by time below the millisecond and cannot be guessed."""
         milliseconds = now * 1000
         whole = int(milliseconds)
-        # Twelve digits of milliseconds and, as RFC 9562 allows, three of the fraction of one.
+        # Twelve digits of milliseconds and, as RFC 9562 allows, three of their fraction.
         time = f"{(whole << 12) + int((milliseconds - whole) * 4096):015x}"
         chance = self._draw(8).hex()
         variant = _VARIANTS[chance[0]]
@@ -81,9 +81,9 @@ class SystemRandom:
         return urlsafe_b64encode(self._draw(18)).decode()
 
     def _draw(self, count: int) -> bytes:
-        """Of the system's own randomness, fetched by the block: each fetch is a call into the kernel."""
+        """Reads the system's randomness in blocks, because each read is a system call."""
         end = self._used + count
-        # A process that was forked off must not give out the same secrets as its parent.
+        # A forked process must not repeat its parent's secrets.
         if end > len(self._unused) or self._owner != os.getpid():
             self._unused, self._owner, end = os.urandom(_BLOCK_BYTES), os.getpid(), count
         self._used = end

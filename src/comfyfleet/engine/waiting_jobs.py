@@ -1,12 +1,8 @@
-"""Waiting jobs looked at again: by the terms of their tenant when those have changed, and where nobody can run them.
+"""Reviews waiting jobs.
 
-Jobs that wait though no worker which is here may take them: asked for in a list, counted for whoever looks on.
-
-What waiting jobs need and a worker lacks, told to its agent: it may be there a moment later.
-
-The agent is told with each heartbeat, and looks for it while it is told. A class that nobody can take stays known for a
-while after its last job, so agents may look for something in vain while other jobs wait.
-"""
+`WaitingJobReview` applies changed terms and fails jobs that no worker can run. `UnrunnableJobs` lists and
+counts those jobs. `MissingRequirements` tells agents with each heartbeat what waiting jobs need and their
+servers lack, so that they look for it."""
 
 from __future__ import annotations
 
@@ -34,16 +30,14 @@ from comfyfleet.ports import Timer
 
 
 class WaitingJobReview:
-    def __init__(self, context: EngineContext, matcher: Matcher, verdicts: FailureHandler) -> None:
+    def __init__(self, context: EngineContext, matcher: Matcher, failures: FailureHandler) -> None:
         self._context = context
         self._matcher = matcher
-        self._verdicts = verdicts
-
-    # terms
+        self._failures = failures
 
     async def judge_again(self, job_id: JobId, tenant: Tenant) -> None:
-        """A waiting job keeps to the terms as they are now, or fails with what it does not keep to. What runs goes on;
-        should it come back, it waits with the priority that the terms allow now."""
+        """Applies the tenant's present terms to a waiting job, or fails it if it breaks them. A running job
+        goes on; if it returns, the present terms limit its priority."""
         while True:
             dispatch = await self._context.store.load(job_id)
             if dispatch is None or dispatch.phase.is_final:
@@ -53,15 +47,17 @@ class WaitingJobReview:
                 return
 
     async def _judged(self, dispatch: Dispatch, job: Job, tenant: Tenant) -> bool:
-        """False: somebody has written it meanwhile."""
+        """False: somebody else wrote the job meanwhile."""
         context = self._context
         if dispatch.phase is Phase.QUEUED:
             try:
                 check_kept(job.payload, tenant)
             except Refusal as refusal:
-                why = f"the terms of the tenant {tenant.tenant_id!r} have changed since it was taken: {refusal.message}"
+                why = (
+                    f"tenant {tenant.tenant_id!r} has new terms since the job was accepted: {refusal.message}"
+                )
                 failure = Failure(FailureKind.INVALID_WORKFLOW, why)
-                return await self._verdicts.ended(dispatch, failure) is not None
+                return await self._failures.ended(dispatch, failure) is not None
         now = await context.store.now()
         change = under_new_terms(dispatch, job, tenant, now, context.rules)
         if dispatch.phase is Phase.QUEUED:
@@ -72,24 +68,19 @@ class WaitingJobReview:
                     change = msgspec.structs.replace(change, **{name: key})
         if change.apply(dispatch) == msgspec.structs.replace(dispatch, revision=dispatch.revision + 1):
             return True
-        written = await context.store.write(Write(dispatch.job_id, AtRevision(dispatch.revision), change))
-        if written is None:
-            return False
-        context.publish(written)
-        if written.dispatch.stands_in_lane:
-            self._matcher.job_arrived(written.dispatch.class_key)
-        return True
+        written = await context.write(Write(dispatch.job_id, AtRevision(dispatch.revision), change))
+        if written is not None:
+            self._matcher.job_arrived(written.dispatch)
+        return written is not None
 
     async def _class(self, key: ClassKey | None) -> RequirementClass | None:
         if key is not None and key not in self._context.fleet.classes:
-            # Of a job that another engine has put there.
+            # Another engine added the class.
             await self._context.fleet.sync()
         return None if key is None else self._context.fleet.classes.get(key)
 
-    # jobs that nobody can run
-
     async def unrunnable_classes(self) -> Mapping[ClassKey, RequirementClass]:
-        """Those that no worker may take which is here or is known to come back."""
+        """The classes that no worker, present or expected back, may take."""
         fleet = self._context.fleet
         if self._context.store.is_shared:
             await fleet.sync()
@@ -98,18 +89,18 @@ class WaitingJobReview:
         return {
             key: cls
             for key, cls in table.classes.items()
-            # Of a class that is new to this engine nothing is known yet.
+            # This engine knows nothing about a new class yet.
             if key in fleet.classes and profiles.isdisjoint(fleet.profiles_for(key))
         }
 
     async def fail_unrunnable(self, dispatch: Dispatch, since: float, after_s: float) -> bool:
-        """If it has waited for so long since nobody can run its class. False: it waits on."""
+        """Fails the job if its class was unrunnable for `after_s`. False: it waits on."""
         now = await self._context.store.now()
         at = fails_at(dispatch, since, after_s)
         if at is None or at > now:
             return False
         if dispatch.round > 1:
-            # A retry by hand waits anew; the place in line is that of the first round.
+            # A manual retry waits anew, though it keeps its queue position.
             facts = await self._context.store.facts(dispatch.job_id)
             begun = [
                 fact.at for fact in facts if fact.kind is FactKind.QUEUED and fact.round == dispatch.round
@@ -118,10 +109,10 @@ class WaitingJobReview:
             if at is None or at > now:
                 return False
         failure = failure_of(after_s, self._lacking(dispatch))
-        return await self._verdicts.ended(dispatch, failure) is not None
+        return await self._failures.ended(dispatch, failure) is not None
 
     def _lacking(self, dispatch: Dispatch) -> str | None:
-        """What the nearest of all known workers lacks."""
+        """What the nearest known worker lacks."""
         fleet, cls = self._context.fleet, self._context.fleet.classes.get(dispatch.class_key)
         if cls is None:
             return None
@@ -138,7 +129,7 @@ class WaitingJobReview:
 
 
 MAX_COUNTED = 2_000
-"""Waiting jobs that are looked at, the oldest first: each is read whole."""
+"""The oldest waiting jobs that are read, each with its payload."""
 _PAGE = 100
 _REMEMBER_S = 30.0
 
@@ -147,15 +138,15 @@ class UnrunnableJobs:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._counted: tuple[int, float] | None = None
-        """How many, and since when that is known."""
+        """The count, and its time."""
 
     def is_unrunnable(self, dispatch: Dispatch) -> bool:
-        """Nobody of the kind it needs is here. Blocks end by themselves and do not count."""
+        """Whether no present worker fits. Blocks end by themselves and do not count."""
         if dispatch.phase is not Phase.QUEUED or dispatch.is_held:
             return False
         fleet = self._context.fleet
         keys = [key for key in (dispatch.class_key, dispatch.relaxed_class) if key is not None]
-        # Of a class that is new to this engine nothing is known yet.
+        # This engine knows nothing about a new class yet.
         return all(key in fleet.classes and not fleet.selectivity(key) for key in keys)
 
     async def among(self, jobs: Sequence[Job]) -> set[JobId]:
@@ -166,7 +157,7 @@ class UnrunnableJobs:
         return {each.job_id for each in found if each is not None and self.is_unrunnable(each)}
 
     async def count(self) -> int:
-        """Of the oldest jobs that wait, at most `MAX_COUNTED`; what was counted is good for a while."""
+        """The unrunnable ones among the `MAX_COUNTED` oldest waiting jobs, cached for a while."""
         now = self._context.clock.monotonic()
         if self._counted is None or now >= self._counted[1] + _REMEMBER_S:
             self._counted = (await self._count(), now)
@@ -176,7 +167,7 @@ class UnrunnableJobs:
         return len([job_id async for job_id in self.oldest()])
 
     async def oldest(self) -> AsyncIterator[JobId]:
-        """Those among the oldest jobs that wait, at most `MAX_COUNTED`."""
+        """The unrunnable ones among the `MAX_COUNTED` oldest waiting jobs."""
         fleet = self._context.fleet
         if all(fleet.selectivity(key) for key in fleet.classes):
             return
@@ -196,9 +187,9 @@ _FRESH_S = 2.0
 _MAX_CLASSES = 100
 _MAX_NAMES = 50
 _MAX_NAME = 300
-"""No file and no class is called anything longer; what a caller writes into a graph may be."""
+"""No file or class name is longer, but texts in a graph may be."""
 _MAX_CALLED = 100
-"""Others hear of it with their next heartbeat."""
+"""The other workers learn it with their next heartbeat."""
 _CALL_EVERY_S = 2.0
 
 
@@ -208,9 +199,9 @@ class MissingRequirements:
         self._commands = commands
         self._read_at = float("-inf")
         self._classes: list[RequirementClass] = []
-        """Those that nobody who is there can take, where jobs wait."""
+        """Classes that no present worker can take while jobs wait."""
         self._known: dict[ProfileKey, tuple[str, ...]] = {}
-        """For them: what workers of a profile lack."""
+        """What workers of a profile lack for these classes."""
         self._called_for: dict[ClassKey, None] = {}
         self._to_call: dict[WorkerId, None] = {}
         self._called_at = float("-inf")
@@ -235,8 +226,8 @@ class MissingRequirements:
         return known
 
     def call(self, cls: RequirementClass) -> None:
-        """A job of this class has come and nobody can take it: those that lack a name or two are to ask at once, or
-        soon, where others were called a moment ago."""
+        """A job of this class came and nobody can take it. Asks workers that lack only a few names for a
+        heartbeat."""
         self._read_at = float("-inf")
         fleet = self._context.fleet
         key = fleet.key_of(cls)
@@ -259,8 +250,7 @@ class MissingRequirements:
                 self._timer = clock.call_at(clock.now() + wait_s, self._call_now)
 
     def _call_now(self) -> None:
-        """Whoever is called sends a heartbeat and looks at its servers: not for each of many jobs. When the engine has
-        closed meanwhile, nobody listens any more."""
+        """Rate-limited, because each called agent reads its servers."""
         self._timer, self._called_at = None, self._context.clock.monotonic()
         called, self._to_call = self._to_call, {}
         for worker_id in called:
@@ -277,7 +267,7 @@ class MissingRequirements:
             for worker in fleet.workers.values()
             if not worker.is_offline and not fleet.is_held_back(worker)
         }
-        # The newest are the last.
+        # The newest classes are last.
         found = [cls for key, cls in fleet.classes.items() if fleet.profiles_for(key).isdisjoint(there)]
         is_waiting = bool(found) and (await self._context.store.counts()).waiting > 0
         self._classes = found[-_MAX_CLASSES:] if is_waiting else []

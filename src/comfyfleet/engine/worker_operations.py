@@ -1,4 +1,5 @@
-"""The workers' side of an engine: register, poll, heartbeat, progress, and the three reports that end a lease."""
+"""The worker API of an engine: register, poll, heartbeat, progress, and the three reports that end a
+lease."""
 
 from __future__ import annotations
 
@@ -59,18 +60,18 @@ class WorkerOperations:
         self,
         context: EngineContext,
         matcher: Matcher,
-        verdicts: FailureHandler,
+        failures: FailureHandler,
         commands: CommandQueue,
         catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
         self._matcher = matcher
-        self._verdicts = verdicts
+        self._failures = failures
         self._commands = commands
         self._catalogs = catalogs
         self._asking: dict[PollId, object] = {}
 
-    # coming and going
+    # registration
 
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         context = self._context
@@ -89,17 +90,17 @@ class WorkerOperations:
         if before is None or before.is_offline:
             context.tell("online", call.worker_id)
         if record.connected_at == now:
-            # It begins anew: what it was told before it left, it may have heard at another engine.
+            # A new connection: another engine may have delivered the old commands.
             self._commands.take(call.worker_id)
-        # A worker registers again when its inventory changed, when it came back, or when somebody asked it to look.
+        # A worker registers again after a change of its inventory, a return or a refresh.
         lifted = lifted_by_inventory(await context.store.blocks(call.worker_id))
         for block in await context.store.lift([block.pair for block in lifted]):
-            await context.unblocked(block, "the inventory was looked at anew")
+            await context.unblocked(block, "the worker reported its inventory again")
         self._matcher.worker_freed(call.worker_id)
         return record
 
     async def unregister(self, worker_id: WorkerId, reason: str, *, is_lost: bool = False) -> None:
-        """It takes nothing until it registers again. What it is running is its own to report."""
+        """Gives the worker no jobs until it registers again. It still reports its running jobs."""
         reason, was_offline = reason[:_MAX_REASON], False
 
         def gone(worker: WorkerRecord) -> WorkerRecord | None:
@@ -107,7 +108,7 @@ class WorkerOperations:
             was_offline = worker.is_offline
             if worker.is_offline and worker.offline_reason == reason:
                 return None
-            # Gone already, it knows by now what is wrong.
+            # If it is offline already, only the reason changes.
             disconnects = worker.disconnects + (not worker.is_offline)
             return msgspec.structs.replace(
                 worker,
@@ -126,18 +127,18 @@ class WorkerOperations:
         return await commands.let_back(self._context.store.documents, worker_id)
 
     async def remove(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
-        """`is_kept_out`: until an operator lets it back. Else one that comes back is welcome."""
+        """`is_kept_out`: the worker cannot register again until an operator readmits it."""
         if is_kept_out:
-            # First: its agent notices at once, and registers again.
+            # First, because the agent notices its removal at once and registers again.
             newest = await self._context.fleet.newest(worker_id)
             await commands.keep_out(self._context.store.documents, worker_id, newest)
         self._matcher.dismiss(worker_id)
-        # Before the rest: one that comes back meanwhile tells it again.
+        # Before the rest: a returning worker sends its catalog again.
         await self._catalogs.forget(worker_id)
         for block in await self._context.store.blocks(worker_id):
             await self._context.store.lift([block.pair])
         await self._context.fleet.remove(worker_id)
-        # Once more: a poll may have come in while the rest was being put away.
+        # Once more, because a poll may have come in meanwhile.
         self._matcher.dismiss(worker_id)
         self._commands.dismiss(worker_id)
 
@@ -146,7 +147,7 @@ class WorkerOperations:
     ) -> WorkerRecord:
         known = self._context.fleet.workers.get(worker_id)
         if known is not None and known.is_offline and (is_paused is not False or is_draining):
-            # Said to an operator: what a worker would do about it is of no use there.
+            # For an operator; the advice for a worker would not help here.
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is offline: start it again where it ran"
             )
@@ -164,16 +165,16 @@ class WorkerOperations:
         self._matcher.worker_freed(worker_id)
         return worker
 
-    # work
+    # jobs
 
     async def poll(self, call: Poll) -> LeasedJob | None:
-        # Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
+        # Workers choose poll ids freely; equal ids must not share a lease.
         poll_id = PollId(f"{call.worker_id}/{call.poll_id}")
         slot = self._asking[poll_id] = ParkedPoll(call.worker_id, poll_id, call.current_load)
         try:
             return await self._poll(call, slot)
         except BaseException:
-            # Asked again meanwhile, the lease is that of whoever asked last.
+            # If the poll came again, the lease belongs to the last caller.
             if self._asking.get(poll_id) is slot:
                 await asyncio.shield(self._forsake(slot))
             raise
@@ -184,12 +185,12 @@ class WorkerOperations:
     async def _poll(self, call: Poll, slot: ParkedPoll) -> LeasedJob | None:
         known = await self._context.store.leased_by_poll(slot.poll_id)
         if known is not None:
-            # The answer to this poll was lost on its way: the same lease is told again.
+            # The answer to this poll was lost; repeat the lease.
             return await self._leased_job(known)
         if self._known(call.worker_id).is_other(call.instance):
             raise Refusal(
                 RefusalCode.NOT_FOUND,
-                f"another agent has registered as {call.worker_id!r} meanwhile; register, then poll",
+                f"another agent has registered as {call.worker_id!r}; register again, then poll",
             )
         self._commands.serve(call.worker_id)
         await self._seen(call.worker_id)
@@ -198,14 +199,14 @@ class WorkerOperations:
             if call.wait_s <= 0:
                 await self._matcher.looked_for(slot)
             elif not slot.answer.done():
-                # Asked before, as a wait costs a timer and a turn of the loop even where there is nothing to wait for.
+                # Checked first, because a wait costs a timer and a turn of the loop.
                 await asyncio.wait((slot.answer,), timeout=call.wait_s)
         except BaseException:
             slot.answer.cancel()
             raise
         finally:
             self._matcher.leave(slot)
-        # It was here all the while it was parked, however long that was.
+        # The worker was here while its poll was parked.
         await self._seen(call.worker_id)
         if slot.answer.cancel():
             return None
@@ -213,7 +214,7 @@ class WorkerOperations:
         return None if grant is None else await self._leased_job(grant.dispatch, grant.record)
 
     async def _forsake(self, slot: ParkedPoll) -> None:
-        """Nobody waits for the answer any more: what was leased here for it goes back. Another hub's lease stays."""
+        """Requeues the job leased for an abandoned poll. A lease from another hub stays."""
         held = await self._context.store.leased_by_poll(slot.poll_id)
         lease = None if held is None else held.lease
         token = None if slot.offer is None else slot.offer.token
@@ -221,19 +222,21 @@ class WorkerOperations:
             await self._context.give_back(held)
 
     async def _leased_job(self, dispatch: Dispatch, job: Job | None = None) -> LeasedJob | None:
-        """None: it cannot be run by anybody, and has ended so. `job`: its record, where it is at hand."""
+        """None: nobody can run the job, and it has failed. `job`: its record, if it was read already."""
         job = job or await self._context.store.records.get(dispatch.job_id)
         assert job is not None and dispatch.lease is not None, "a lease stands on a record"
         assert job.job_id == dispatch.job_id, "a lease carries the record of its own job"
         payload = job.payload
         if job.unreadable is not None:
-            failure = Failure(FailureKind.UNREADABLE, f"the job cannot be read any more: {job.unreadable}")
-            await self._verdicts.ended(dispatch, failure)
+            failure = Failure(FailureKind.UNREADABLE, f"the job can no longer be read: {job.unreadable}")
+            await self._failures.ended(dispatch, failure)
             return None
         if in_payload(payload) is not None:
-            # Another process has the key: the job is no worse for it.
+            # Another process has the key, so the job can still run.
             await self._context.give_back(dispatch)
-            raise Fault("the jobs of this fleet are sealed and this process has no key: give it [encryption]")
+            raise Fault(
+                "the jobs of this fleet are encrypted and this process has no key: configure [encryption]"
+            )
         signature = self._signature(dispatch.lease.worker_id, payload.requirements.service)
         workflow = runnable_workflow(job, signature)
         rules = self._context.rules
@@ -269,7 +272,7 @@ class WorkerOperations:
         services = () if worker is None else worker.capabilities.services
         return next((each.signature for each in services if each.name == service), None)
 
-    # while it runs
+    # running jobs
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         context = self._context
@@ -295,7 +298,7 @@ class WorkerOperations:
         )
 
     async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
-        """News of leases that are still held goes out; that of others is dropped, and their holder is told."""
+        """Publishes the progress of held leases, and reports the other leases as lost."""
         context = self._context
         held: dict[LeaseRef, Lease | None] = {}
         for report in reports:
@@ -336,11 +339,11 @@ class WorkerOperations:
             "prompt_id": prompt_id_of(report.ref.attempt_id),
         }
         if report.kind is ProgressKind.STARTED:
-            # A lease has the time of the store, and the clock here may be behind it.
+            # Leases use the store's time, and this clock may be behind it.
             job["started_at"] = max(self._context.clock.now(), lease.leased_at)
         await self._context.store.write(Write(report.ref.job_id, HeldBy(report.ref), Change(), job=job))
 
-    # how it ends
+    # reports
 
     async def complete(self, call: Completion) -> ReportReply:
         context, ref = self._context, call.ref
@@ -350,7 +353,7 @@ class WorkerOperations:
         assert dispatch.lease is not None
         worker_id, now = dispatch.lease.worker_id, await context.store.now()
         pairs = _pairs(dispatch, worker_id)
-        # All of the worker's at once: on a shared store each question is a way there and back.
+        # One call for all of the worker's blocks.
         known = [block for block in await context.store.blocks(worker_id) if block.pair in pairs]
         seconds = call.seconds or now - dispatch.lease.leased_at
         job: dict[str, object] = {
@@ -363,10 +366,10 @@ class WorkerOperations:
         }
         record = await context.store.records.get(ref.job_id)
         if record is not None and (record.started_at or 0) < dispatch.lease.leased_at:
-            # Its worker never said so.
+            # The worker did not report the start.
             job["started_at"] = dispatch.lease.leased_at
         if record is not None and record.payload.attachments:
-            # A completed job runs no more: what was attached to it need not be kept.
+            # A completed job never runs again, so its attachments can go.
             job["payload"] = msgspec.structs.replace(record.payload, attachments=())
         write = Write(
             ref.job_id,
@@ -377,10 +380,8 @@ class WorkerOperations:
             lifted=tuple(block.pair for block in known),
             job=job,
         )
-        written = await context.store.write(write)
-        if written is None:
+        if await context.write(write) is None:
             return await self._too_late(ref, AttemptOutcome.COMPLETED)
-        context.publish(written)
         await self._succeeded(dispatch, worker_id, seconds, known)
         if record is not None:
             with best_effort(f"forget which files job {ref.job_id} used"):
@@ -388,7 +389,7 @@ class WorkerOperations:
         return ReportReply(Phase.COMPLETED)
 
     async def finished(self, run: DirectWorkerCompletion) -> None:
-        """A run whose completion stands in the store already: what is learned from it, and what it lifts."""
+        """Learns from a completion that a direct worker has already written, and lifts blocks."""
         context = self._context
         dispatch = await context.store.load(run.job_id)
         if dispatch is None:
@@ -407,29 +408,29 @@ class WorkerOperations:
         with best_effort(f"learn from the run of job {job_id}"):
             await self._remember_run(dispatch, worker_id, seconds)
         for block in lifted:
-            with best_effort(f"tell that worker {worker_id} is not blocked any more"):
+            with best_effort(f"publish that worker {worker_id} is no longer blocked"):
                 await context.unblocked(block, "it succeeded")
         if lifted:
             self._matcher.worker_freed(worker_id)
 
     async def fail(self, call: FailureReport) -> ReportReply:
-        # Decided on what was read and written only over that: a cancel that came in between is not forgotten.
+        # Written only over what was read, so that a cancel in between is not lost.
         while (dispatch := await self._held(call.ref)) is not None:
             if dispatch.stop is not None:
-                # What a run died of while it was being stopped is of no interest, unless the server died of it.
+                # The failure of a stopped run matters only if the server died of it.
                 settled = await self.release(Release(call.ref, "cancelled"))
-                await self._verdicts.on_late_death(call)
+                await self._failures.on_late_death(call)
                 return settled
-            after = await self._verdicts.failed(dispatch, AtRevision(dispatch.revision), call.failure)
+            after = await self._failures.failed(dispatch, AtRevision(dispatch.revision), call.failure)
             if after is not None:
                 return ReportReply(after.phase, will_retry=after.phase is Phase.QUEUED)
-        await self._verdicts.on_late_death(call)
+        await self._failures.on_late_death(call)
         return await self._too_late(call.ref, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED)
 
     async def release(self, call: Release) -> ReportReply:
         ref = call.ref
         while (dispatch := await self._held(ref)) is not None:
-            after = await self._verdicts.released(dispatch, AtRevision(dispatch.revision), call.reason)
+            after = await self._failures.released(dispatch, AtRevision(dispatch.revision), call.reason)
             if after is not None:
                 return ReportReply(after.phase, will_retry=after.phase is Phase.QUEUED)
         return await self._too_late(ref, AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED)
@@ -441,7 +442,7 @@ class WorkerOperations:
         return dispatch
 
     async def _too_late(self, ref: LeaseRef, *same: AttemptOutcome) -> ReportReply:
-        """The same report twice gets the same answer; a report with an old lease changes nothing."""
+        """Answers a repeated report like the first. Refuses a report of an old lease."""
         dispatch = await self._context.store.load(ref.job_id)
         attempts = await self._context.store.attempts(ref.job_id)
         for attempt in attempts:
@@ -455,7 +456,7 @@ class WorkerOperations:
             f"the lease {ref.number} on job {ref.job_id} is over: it expired, was revoked, or another holds it now",
         )
 
-    # what is known of a worker
+    # workers
 
     def _known(self, worker_id: WorkerId) -> WorkerRecord:
         worker = self._context.fleet.workers.get(worker_id)
@@ -481,6 +482,6 @@ class WorkerOperations:
 
 
 def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, ...]:
-    """The blocks that a success disproves: the job's, its tenant's, and everybody's. Another tenant's block is about
-    that tenant's inputs, and stays."""
+    """The blocks that a success disproves: of the job, of its tenant's workflow, of the workflow for all.
+    Other tenants' blocks depend on their inputs and stay."""
     return tuple(Pair(worker_id, block_target) for block_target in dispatch.block_targets)
