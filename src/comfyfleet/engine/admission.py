@@ -17,8 +17,7 @@ class AdmissionControl(Protocol):
         """None: the tenant has no terms."""
 
     def admit(self, tenant: Tenant, /) -> AbstractAsyncContextManager[None]:
-        """Wraps the write of a job that keeps to the terms. Refuses when the tenant has too many open jobs or
-        submits too fast."""
+        """Wraps the write of a job. Refuses when the tenant has too many open jobs or submits too fast."""
 
 
 class OpenAdmission:

@@ -63,8 +63,7 @@ class CommandQueue:
         await self.tell(command, dispatch.lease.worker_id)
 
     def hear(self, worker_id: WorkerId, command: Command) -> None:
-        """Handles a command of this or another engine. Agents never see a pause: the engine just gives them
-        no jobs."""
+        """Handles a command of any engine. Agents never see a pause: they just get no jobs."""
         if command.action == "pause" and command.job_id is not None:
             # Agents know only one way to stop a run, and old versions would pause the whole worker.
             command = msgspec.structs.replace(command, action="cancel", reason=command.reason or "paused")
@@ -127,8 +126,7 @@ async def keep_out(documents: DocumentStore, worker_id: WorkerId, worker: Worker
 
 
 async def let_back(documents: DocumentStore, worker_id: WorkerId) -> WorkerRecord | None:
-    """Readmits a removed worker and returns its record at removal; None: it was not removed. It registers by
-    itself."""
+    """Readmits a removed worker, which then registers by itself. Returns its old record, if any."""
     document = await documents.get(COLLECTION, worker_id)
     if document is None or not await documents.remove(COLLECTION, worker_id):
         return None

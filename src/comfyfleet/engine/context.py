@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from comfyfleet.engine.admission import AdmissionControl, OpenAdmission
 from comfyfleet.engine.fleet import Fleet
@@ -22,7 +24,7 @@ from comfyfleet.policy.fair_share import charge_s
 from comfyfleet.policy.poison_workflows import is_refusing
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.workflow_stats import expected_s
-from comfyfleet.ports import Bus, Clock, RandomSource, Store
+from comfyfleet.ports import Bus, Clock, RandomSource, Store, Timer
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,6 +38,15 @@ def best_effort(what: str) -> Iterator[None]:
         _LOG.warning("could not %s: %s", what, fault)
     except Exception:
         _LOG.exception("could not %s", what)
+
+
+async def stop(*pending: Timer | asyncio.Task[Any] | None) -> None:
+    """Cancels timers and tasks, and waits until the tasks have ended."""
+    for each in pending:
+        if each is not None:
+            each.cancel()
+    tasks = [each for each in pending if isinstance(each, asyncio.Task)]
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 _MAX_WORKFLOW_STATS = 10_000
@@ -177,8 +188,7 @@ class EngineContext:
     async def stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         known = self._workflow_stats.get(workflow_hash)
         if self.store.is_shared and self.clock.monotonic() >= self._learned_at + _LEARN_AGAIN_S:
-            # Other engines add runs too. The old figures are good enough for ranking until they are read
-            # again.
+            # Other engines add runs too. The old figures rank well enough meanwhile.
             self._up_to_date.clear()
             self._learned_at = self.clock.monotonic()
         if known is None or (self.store.is_shared and workflow_hash not in self._up_to_date):

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.context import EngineContext, best_effort, stop
 from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.engine.input_files import InputFiles, with_files
 from comfyfleet.engine.matcher import Matcher
@@ -192,9 +192,7 @@ class Dependencies:
             await self._context.store.documents.remove(COLLECTION, _name(awaited, job_id))
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await stop(self._running)
 
 
 def held(dispatch: Dispatch) -> Dispatch:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.context import EngineContext, stop
 from comfyfleet.engine.worker_operations import WorkerOperations
 from comfyfleet.model.calls import (
     DirectWorkerCompletion,
@@ -150,11 +150,7 @@ class DirectWorkers:
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await stop(self._timer, self._running)
 
 
 def _without_hub(call: RegisterWorker) -> RegisterWorker:

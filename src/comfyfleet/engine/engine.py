@@ -20,7 +20,7 @@ from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.input_files import forget as forget_uses
 from comfyfleet.engine.job_list import list_jobs
-from comfyfleet.engine.job_operations import JobOperations, ended_job, forget, purge
+from comfyfleet.engine.job_operations import JobOperations, ended_job, forget, no_job, purge
 from comfyfleet.engine.latest_progress import LatestProgress
 from comfyfleet.engine.local_bus import LocalBus
 from comfyfleet.engine.matcher import Matcher
@@ -56,7 +56,6 @@ from comfyfleet.model.calls import (
     Submitted,
 )
 from comfyfleet.model.dispatch import AtRevision, Dispatch, LeaseRef, Phase, WriteResult
-from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, ProgressEvent
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
@@ -153,8 +152,7 @@ class Engine:
             self.store.listen(matcher.everything_changed, self._commands.hear, matcher.relearn)
             await self._direct_workers.start()
         except BaseException:
-            # Otherwise the store's file stays locked and its connections open. A part that never opened may
-            # fail to close.
+            # Otherwise the store's file stays locked. A part that never opened may fail to close.
             with suppress(Exception):
                 await self.close()
             raise
@@ -250,7 +248,7 @@ class Engine:
         try:
             facts = await self.store.facts(job_id)
             if not facts:
-                raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+                raise no_job(job_id)
             last = facts[-1]
             for fact in facts:
                 if fact.number > after:
@@ -290,8 +288,7 @@ class Engine:
         return await self._peer_bus.newest(dispatch)
 
     def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Listens, best effort, to other engines' workers and to jobs that nobody follows here. Returns the
-        function that ends it."""
+        """Listens, best effort, to events of other engines. Returns the function that ends it."""
         return self._peer_bus.elsewhere(listener)
 
     def measured_by(self, wrote: Callable[[WriteResult], None]) -> None:
@@ -315,8 +312,7 @@ class Engine:
         self._context.announce = hear
 
     def suspends_by(self, suspend: Callable[[TenantId], Awaitable[bool]]) -> None:
-        """Sets how the engine suspends a tenant whose workflows kill servers. False: there is no tenant to
-        suspend."""
+        """Sets how the engine suspends a tenant whose workflows kill servers."""
         self._context.suspend = suspend
 
     def judged_by(self, admission_control: AdmissionControl) -> None:
@@ -339,8 +335,7 @@ class Engine:
         return await self._jobs.retry(job_id)
 
     async def forget(self, job_id: JobId, elsewhere: Callable[[Dispatch], Awaitable[None]]) -> None:
-        """Deletes a job that has ended, after its dependents know of the end. `elsewhere` deletes data
-        outside the queue."""
+        """Deletes a job that has ended. `elsewhere` deletes its data outside the queue."""
         dispatch = await ended_job(self.store, job_id)
         job = await self.store.records.get(job_id)
         if dispatch.is_awaited:
@@ -395,8 +390,7 @@ class Engine:
         self._need_review.wake()
 
     async def knows_nodes(self, worker: WorkerRecord) -> bool | None:
-        """Whether the node catalog of this worker's signature is stored. None: the worker has no
-        signature."""
+        """Whether the catalog of this worker's signature is stored. None: it has no signature."""
         return await self._catalogs.knows(worker)
 
     async def poll(self, call: Poll) -> LeasedJob | None:

@@ -90,11 +90,11 @@ class FailureHandler:
         refusing_block = refusal_of(dispatch, decision.server_deaths, now) if decision.is_poison else None
         if decision.will_retry:
             placed = await self._placed(dispatch, failure, refusing, now)
-            write = self._retry(placed, guard, failure, decision, tuple(blocks), now)
+            write = self._decided(placed, guard, failure, decision, tuple(blocks), now)
         else:
             refusals = () if refusing_block is None else (refusing_block,)
             final = failure if refusing_block is None else failure_of_poison(failure, dispatch)
-            write = self._give_up(dispatch, guard, final, decision, (*blocks, *refusals), now)
+            write = self._decided(dispatch, guard, final, decision, (*blocks, *refusals), now)
         written = await context.write(write)
         if written is None:
             return None
@@ -111,8 +111,7 @@ class FailureHandler:
                 with best_effort(f"check whether to quarantine worker {worker_id}"):
                     await self._quarantine(worker_id, now)
         finally:
-            # Not earlier, or the job returns to the worker that it failed on; but in any case, as nobody else
-            # will do it.
+            # Not earlier, or the job returns to the worker that it failed on.
             self._matcher.job_arrived(written.dispatch)
         return written.dispatch
 
@@ -238,7 +237,7 @@ class FailureHandler:
         )
         return None if written is None else written.dispatch
 
-    def _retry(
+    def _decided(
         self,
         dispatch: Dispatch,
         guard: Guard,
@@ -247,40 +246,21 @@ class FailureHandler:
         blocks: tuple[Block, ...],
         now: float,
     ) -> Write:
-        phase = target(dispatch.phase, Transition.REQUEUE)
-        change = msgspec.structs.replace(
-            returned(dispatch, phase, decision.not_before, now, self._context.rules),
-            charged=decision.charged,
-            worker_faults=decision.worker_faults,
-            failed_on=decision.failed_on,
-            expired_on=decision.expired_on,
-            server_deaths=decision.server_deaths,
-        )
-        data = {**_fact_data(failure, failure.message, dispatch), "not_before": decision.not_before}
-        ends = [block.blocked_until for block in blocks if block.blocked_until and block.is_in_force(now)]
-        if ends:
-            # So that a watcher of the job knows what it waits for.
-            data |= {"blocked_until": max(ends), "blocked_s": max(ends) - now}
-        return Write(
-            dispatch.job_id,
-            guard,
-            change,
-            attempt_end=_end(dispatch, failure, decision, now),
-            facts=(FactDraft(FactKind.RETRYING, data),),
-            blocks=blocks,
-            job={"phase": Phase.QUEUED, "failure": failure, "worker_id": _holder(dispatch)},
-        )
-
-    def _give_up(
-        self,
-        dispatch: Dispatch,
-        guard: Guard,
-        failure: Failure,
-        decision: RetryDecision,
-        blocks: tuple[Block, ...],
-        now: float,
-    ) -> Write:
-        change = failed(dispatch, Transition.GIVE_UP)
+        job: dict[str, object] = {"failure": failure, "worker_id": _holder(dispatch)}
+        if decision.will_retry:
+            phase = target(dispatch.phase, Transition.REQUEUE)
+            change = returned(dispatch, phase, decision.not_before, now, self._context.rules)
+            data = {**_fact_data(failure, failure.message, dispatch), "not_before": decision.not_before}
+            ends = [block.blocked_until for block in blocks if block.blocked_until and block.is_in_force(now)]
+            if ends:
+                # So that a watcher of the job knows what it waits for.
+                data |= {"blocked_until": max(ends), "blocked_s": max(ends) - now}
+            fact = FactDraft(FactKind.RETRYING, data)
+            job["phase"] = Phase.QUEUED
+        else:
+            change = failed(dispatch, Transition.GIVE_UP)
+            fact = FactDraft(FactKind.FAILED, _fact_data(failure, decision.why, dispatch))
+            job |= {"phase": Phase.FAILED, "completed_at": now}
         change = msgspec.structs.replace(
             change,
             charged=decision.charged,
@@ -294,14 +274,9 @@ class FailureHandler:
             guard,
             change,
             attempt_end=_end(dispatch, failure, decision, now),
-            facts=(FactDraft(FactKind.FAILED, _fact_data(failure, decision.why, dispatch)),),
+            facts=(fact,),
             blocks=blocks,
-            job={
-                "phase": Phase.FAILED,
-                "failure": failure,
-                "worker_id": _holder(dispatch),
-                "completed_at": now,
-            },
+            job=job,
         )
 
     async def _blocks(

@@ -38,8 +38,7 @@ class Fleet:
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.classes: dict[ClassKey, RequirementClass] = {}
         self.with_blocks: set[WorkerId] = set()
-        """Workers with a timed block, as far as this engine knows. Only the store knows whether it has
-        ended."""
+        """Workers with a timed block, as far as this engine knows."""
         self.refused: frozenset[str] = frozenset()
         """Block targets of workflows that no worker gets, because servers died of them."""
         self.is_fresh_since = float("-inf")
@@ -89,8 +88,7 @@ class Fleet:
                 worker = msgspec.structs.replace(worker, last_seen_at=last_seen_at)
             self.workers[worker_id] = worker
         table = await self._store.table()
-        # Another engine dropped a profile before it knew the profile's worker. Such a worker would get no
-        # job.
+        # Another engine dropped a profile that is in use; its worker would get no job.
         is_missing = not all(worker.profile in table.profiles for worker in self.workers.values())
         if table.version == self._table_version and not changed and not is_missing:
             return False
@@ -144,28 +142,30 @@ class Fleet:
             if unless_known and key in self.classes:
                 # The first job of a batch added the class while the others waited.
                 return key
-            return await self._ensure_class(cls)
+            while True:
+                if self._store.is_shared:
+                    await self._catch_up()
+                if not self._vocabulary.covers(cls):
+                    await self._grow(cls)
+                table = await self._store.table()
+                fits = {
+                    profile
+                    for profile, worker in self._speakers().items()
+                    if is_feasible(cls, worker.worker_id, worker.capabilities)
+                }
+                if await self._store.put_class(cls, fits & table.profiles, version=table.version):
+                    break
+            self.classes[key] = cls
+            self._fits[key] = fits
+            self._selectivity.pop(key, None)
+            self._forget_dropped(table.classes, key)
+            return key
 
-    async def _ensure_class(self, cls: RequirementClass) -> ClassKey:
-        key = self.key_of(cls)
-        while True:
-            if self._store.is_shared:
-                await self._catch_up()
-            if not self._vocabulary.covers(cls):
-                await self._grow(cls)
-            table = await self._store.table()
-            fits = {
-                profile
-                for profile, worker in self._speakers().items()
-                if is_feasible(cls, worker.worker_id, worker.capabilities)
-            }
-            if await self._store.put_class(cls, fits & table.profiles, version=table.version):
-                break
-        self.classes[key] = cls
-        self._fits[key] = fits
-        self._selectivity.pop(key, None)
-        self._forget_dropped(table.classes, key)
-        return key
+    async def find_class(self, key: ClassKey) -> RequirementClass | None:
+        """Reads the fleet again if another engine may have added the class."""
+        if key not in self.classes and self._store.is_shared:
+            await self.sync()
+        return self.classes.get(key)
 
     def profiles_for(self, key: ClassKey) -> Set[ProfileKey]:
         """The live set: callers that await in between take a copy."""
@@ -318,7 +318,6 @@ class Fleet:
             return True
         stored = await self._store.get_worker(worker_id)
         if stored is None:
-            # Another engine removed the worker; it must register again.
             self._forget(worker_id)
         else:
             # The stored record wins: it may exclude a tenant.
@@ -328,8 +327,7 @@ class Fleet:
         return False
 
     async def note_seen(self, worker_id: WorkerId, now: float) -> None:
-        """Saves the time in the store only often enough that other engines do not take the worker for
-        lost."""
+        """Saves the time only often enough that other engines do not take the worker for lost."""
         worker = self.workers.get(worker_id)
         if worker is None:
             return
@@ -376,11 +374,9 @@ class Fleet:
             worker_id, WorkerDelta(completed, failed, busy_s, known.last_seen_at, live)
         )
         if noted is None:
-            # Another engine removed the worker; it must register again.
             self._forget(worker_id)
             return
         if not known.matches_like(noted):
-            # Recompute the worker's classes at the next sync.
             self._table_version = -1
         if (known := self.workers.get(worker_id)) is not None and known.revision <= noted.revision:
             # Only another engine can know a later time. This engine's own may precede a change of the clock.
@@ -410,8 +406,7 @@ class Fleet:
     async def _admit(
         self, worker_id: WorkerId, capabilities: Capabilities, heir_of: ProfileKey | None = None
     ) -> ProfileKey:
-        """Adds the worker's profile to the table. `heir_of`: the old profile, whose decisions it keeps when
-        it splits."""
+        """Adds the worker's profile to the table. `heir_of`: the profile it splits from."""
         profile = profile_key(worker_id, capabilities, self._vocabulary)
         while True:
             table = await self._store.table()

@@ -100,7 +100,7 @@ class JobOperations:
     async def get(self, job_id: JobId, tenant: TenantId | None = None) -> JobView:
         found = await read_together(self._context.store, job_id, tenant)
         if found is None:
-            raise _no_job(job_id)
+            raise no_job(job_id)
         dispatch, job = found
         return JobView(job, dispatch, tuple(await self._context.store.attempts(job_id)))
 
@@ -163,11 +163,8 @@ class JobOperations:
         rules, fleet, job_id = self._context.rules, self._context.fleet, view.job.job_id
         submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
         if view.job.unreadable is not None:
-            raise Refusal(
-                RefusalCode.WRONG_PHASE,
-                f"the job can no longer be read, so it cannot run again: {view.job.unreadable}",
-                phase=view.dispatch.phase.value,
-            )
+            why = f"the job can no longer be read, so it cannot run again: {view.job.unreadable}"
+            raise _wrong_phase(view.dispatch, why)
         is_legal = (view.dispatch.phase, Transition.RETRY) in MOVES
         if is_legal and view.dispatch.has_tenant_database and not self._context.reaches_tenants:
             raise Refusal(
@@ -193,11 +190,9 @@ class JobOperations:
             try:
                 phase = target(dispatch.phase, Transition.RETRY)
             except IllegalTransition as illegal:
-                raise Refusal(
-                    RefusalCode.WRONG_PHASE,
-                    f"cannot retry a job that is {dispatch.phase.value}: only one that runs, failed or was cancelled",
-                    phase=dispatch.phase.value,
-                ) from illegal
+                only = "only one that runs, failed or was cancelled"
+                why = f"cannot retry a job that is {dispatch.phase.value}: {only}"
+                raise _wrong_phase(dispatch, why) from illegal
             # The limits of the first round do not apply: a passed deadline would end the new round at once.
             change = Change(
                 phase=phase,
@@ -333,25 +328,17 @@ class JobOperations:
         is_running = dispatch.phase is Phase.LEASED
         if not is_running or dispatch.stop is Stop.CANCEL:
             state = "being cancelled" if is_running else dispatch.phase.value
-            raise Refusal(
-                RefusalCode.WRONG_PHASE,
-                f"cannot {verb} a job that is {state}",
-                phase=dispatch.phase.value,
-            )
+            raise _wrong_phase(dispatch, f"cannot {verb} a job that is {state}")
 
     @staticmethod
     def _must_wait(dispatch: Dispatch, verb: str, only: str = "a waiting one") -> None:
         if dispatch.phase is not Phase.QUEUED:
-            raise Refusal(
-                RefusalCode.WRONG_PHASE,
-                f"cannot {verb} a job that is {dispatch.phase.value}: only {only}",
-                phase=dispatch.phase.value,
-            )
+            raise _wrong_phase(dispatch, f"cannot {verb} a job that is {dispatch.phase.value}: only {only}")
 
     async def _load(self, job_id: JobId) -> Dispatch:
         dispatch = await self._context.store.load(job_id)
         if dispatch is None:
-            raise _no_job(job_id)
+            raise no_job(job_id)
         return dispatch
 
     async def _change(
@@ -360,8 +347,7 @@ class JobOperations:
         decide: Callable[[Dispatch, float], Write | None],
         needed: tuple[RequirementClass, ...] = (),
     ) -> tuple[Dispatch, WriteResult | None]:
-        """Loads, decides and writes; repeats if somebody else wrote first. `decide` returns None for no
-        change."""
+        """Loads, decides and writes; repeats if somebody else wrote first. None: no change."""
         while True:
             for cls in needed:
                 await self._context.fleet.ensure_class(cls)
@@ -384,8 +370,12 @@ def _must_be_as_seen(dispatch: Dispatch, seen: Dispatch) -> None:
         raise _Overtaken
 
 
-def _no_job(job_id: JobId) -> Refusal:
+def no_job(job_id: JobId) -> Refusal:
     return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+
+
+def _wrong_phase(dispatch: Dispatch, message: str) -> Refusal:
+    return Refusal(RefusalCode.WRONG_PHASE, message, phase=dispatch.phase.value)
 
 
 def _write(
@@ -413,13 +403,10 @@ async def ended_job(store: Store, job_id: JobId) -> Dispatch:
     """Loads a job that may be deleted now."""
     dispatch = await store.load(job_id)
     if dispatch is None:
-        raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+        raise no_job(job_id)
     if not dispatch.phase.is_final:
-        raise Refusal(
-            RefusalCode.WRONG_PHASE,
-            f"cannot delete a job that is {dispatch.phase.value}: cancel it first, and delete it once it has ended",
-            phase=dispatch.phase.value,
-        )
+        how = "cancel it first, and delete it once it has ended"
+        raise _wrong_phase(dispatch, f"cannot delete a job that is {dispatch.phase.value}: {how}")
     if dispatch.has_tenant_database:
         now = await store.now()
         left_s = TOMBSTONE_S if dispatch.settled_at is None else dispatch.settled_at + TOMBSTONE_S - now

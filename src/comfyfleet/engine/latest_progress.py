@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from comfyfleet.model.fact import Event, Fact, FactKind, ProgressEvent, ProgressKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Bus
@@ -21,6 +23,18 @@ _STARTS_ANEW = frozenset(
 )
 
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def put_newest(entries: dict[K, V], key: K, value: V, limit: int) -> None:
+    """Puts the entry last, and drops the first one beyond the limit."""
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > limit:
+        del entries[next(iter(entries))]
+
+
 class LatestProgress:
     def __init__(self, bus: Bus) -> None:
         self._known: dict[JobId, ProgressEvent] = {}
@@ -32,10 +46,6 @@ class LatestProgress:
     def _hear(self, event: Event) -> None:
         if isinstance(event, ProgressEvent):
             if event.kind is ProgressKind.PROGRESS:
-                # Reinsert, so that the job with the oldest progress is first.
-                self._known.pop(event.job_id, None)
-                self._known[event.job_id] = event
-                if len(self._known) > _MAX_JOBS:
-                    del self._known[next(iter(self._known))]
+                put_newest(self._known, event.job_id, event, _MAX_JOBS)
         elif isinstance(event, Fact) and event.kind in _STARTS_ANEW:
             self._known.pop(event.job_id, None)

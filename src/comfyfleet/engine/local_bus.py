@@ -20,7 +20,7 @@ MAX_PENDING_NEWS = 256
 
 
 class LocalSubscription:
-    def __init__(self, leave: Callable[[LocalSubscription], None]) -> None:
+    def __init__(self, leave: Callable[[LocalSubscription], object]) -> None:
         self._leave = leave
         self._pending: OrderedDict[int, Event] = OrderedDict()
         self._progress: OrderedDict[int, None] = OrderedDict()
@@ -98,7 +98,7 @@ class LocalBus:
 
     def subscribe(self, job_id: JobId | None = None) -> LocalSubscription:
         if job_id is None:
-            subscription = LocalSubscription(self._leave_everything)
+            subscription = LocalSubscription(lambda gone: self._everything.pop(gone, None))
             self._everything[subscription] = None
         else:
             subscription = LocalSubscription(lambda gone: self._leave_job(job_id, gone))
@@ -113,9 +113,6 @@ class LocalBus:
         watchers = [self._everything, *self._by_job.values()]
         for subscription in [each for some in watchers for each in some]:
             subscription.close()
-
-    def _leave_everything(self, subscription: LocalSubscription) -> None:
-        self._everything.pop(subscription, None)
 
     def _leave_job(self, job_id: JobId, subscription: LocalSubscription) -> None:
         watchers = self._by_job.get(job_id, {})

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.context import EngineContext, stop
 from comfyfleet.engine.overtake_tracker import OvertakeTracker
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, WriteResult
 from comfyfleet.model.ids import JobId, PollId, ProfileKey, TenantId, WorkerId
@@ -165,7 +165,8 @@ class Matcher:
         self._start()
 
     def _start(self) -> None:
-        if self._running is None and not self._is_closed and self._is_anybody_looking():
+        is_needed = any(not self._is_served(slot) for slot in self._looking.values())
+        if is_needed and self._running is None and not self._is_closed:
             self._running = in_background(self._run(), name="round")
 
     async def _run(self) -> None:
@@ -177,9 +178,6 @@ class Matcher:
         finally:
             self._running = None
             self._start()
-
-    def _is_anybody_looking(self) -> bool:
-        return any(not self._is_served(slot) for slot in self._looking.values())
 
     def _is_served(self, slot: ParkedPoll) -> bool:
         return slot in self._served_by_park or slot in self._behind
@@ -204,19 +202,13 @@ class Matcher:
 
     async def close(self) -> None:
         self._is_closed = True
-        for timer in (self._timer, self._relearning):
-            if timer is not None:
-                timer.cancel()
         for slot in list(self._parked.values()):
             if not slot.answer.done():
                 slot.answer.set_result(None)
         self._parked.clear()
         self._parked_of.clear()
         self._looking.clear()
-        tasks = [*self._behind.values(), *([] if self._running is None else [self._running])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(self._timer, self._relearning, self._running, *self._behind.values())
 
     # matching
 
@@ -248,8 +240,7 @@ class Matcher:
             chosen = assign(jobs)
             self._note_overtaken(jobs, lanes, chosen, waiting)
             due = self._due(chosen, lanes)
-            # Oldest first, so that the head of a lane leaves first; together, so that a store can write them
-            # as one.
+            # Oldest first, so that the head of a lane leaves first.
             pairs = sorted(due.items(), key=lambda pair: lanes[pair[1]].sequence)
             leased = await self._lease_all(
                 [(waiting[PollId(poll_id)], lanes[job_id]) for poll_id, job_id in pairs]

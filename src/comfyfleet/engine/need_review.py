@@ -9,7 +9,7 @@ import asyncio
 import logging
 from typing import Any
 
-from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.context import EngineContext, best_effort, stop
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.engine.placement import narrowed
@@ -47,9 +47,7 @@ class NeedReview:
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await stop(self._running)
 
     async def _run(self) -> None:
         try:

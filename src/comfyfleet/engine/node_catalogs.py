@@ -64,8 +64,7 @@ class NodeCatalogs:
         self._equal: dict[bytes, _Class] = {}
         """Equal classes of all catalogs, held once."""
         self._own: tuple[bytes, NodeDefinitions] = (b"", {})
-        """The last catalog read of a worker without a signature, packed and decoded: a batch needs it each
-        time."""
+        """The last catalog read of a worker without a signature, packed and decoded."""
         self._differences: tuple[frozenset[str], Differences] = (frozenset(), Differences({}))
         self._not_outputs: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         """Catalog signatures, and the node classes that none of these catalogs calls an output."""
@@ -326,8 +325,7 @@ class EditorConverter:
         self._catalogs = catalogs
 
     async def convert(self, workflow: Mapping[str, Any], tenant: TenantId) -> WorkflowGraph:
-        """Converts for live workers that serve this tenant and have all nodes. Returns the graph for most of
-        them."""
+        """Converts for the live workers that have all nodes; returns the graph for most of them."""
         return (await self.convert_for_all(workflow, tenant))[0]
 
     async def convert_for_all(

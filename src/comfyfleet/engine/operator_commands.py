@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from typing import Literal
 
-from comfyfleet.engine.commands import CommandQueue
+from comfyfleet.engine.commands import CommandQueue, let_back
 from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.worker_operations import WorkerOperations
@@ -42,10 +42,10 @@ class OperatorCommands:
 
     async def resume(self, worker_id: WorkerId) -> WorkerRecord:
         """Also readmits a removed worker, which then registers by itself."""
-        let_back = await self._workers.let_back(worker_id)
-        if let_back is None or await self._context.fleet.newest(worker_id) is not None:
+        removed = await let_back(self._context.store.documents, worker_id)
+        if removed is None or await self._context.fleet.newest(worker_id) is not None:
             return await self.command(worker_id, "resume")
-        return let_back
+        return removed
 
     async def command_all(self, action: Action) -> list[WorkerRecord]:
         """Returns the changed workers. Offline workers get no pause and no drain."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.engine.context import EngineContext
-from comfyfleet.engine.latest_progress import LatestProgress
+from comfyfleet.engine.context import EngineContext, stop
+from comfyfleet.engine.latest_progress import LatestProgress, put_newest
 from comfyfleet.engine.sweeper import Rechecks
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault
@@ -142,11 +142,7 @@ class RemoteFactPoller:
     async def close(self) -> None:
         self._is_closed = True
         self._rechecks.close()
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await stop(self._timer, self._running)
 
 
 _SAY_AGAIN_S = 5.0
@@ -229,11 +225,7 @@ class PeerBus:
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._sending is not None:
-            self._sending.cancel()
-            await asyncio.gather(self._sending, return_exceptions=True)
+        await stop(self._timer, self._sending)
 
     def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Listens to events of other engines' jobs that nobody follows here."""
@@ -286,21 +278,15 @@ class PeerBus:
             if event.image is not None and len(event.image) > _MAX_IMAGE_BYTES:
                 return
             key = (event.job_id, event.kind)
-            self._pending.pop(key, None)
         else:
             self._count += 1
             key = self._count
-        self._pending[key] = event
-        if len(self._pending) > _MAX_PENDING:
-            del self._pending[next(iter(self._pending))]
+        put_newest(self._pending, key, event, _MAX_PENDING)
         self._send()
 
     def _keep(self, progress_event: ProgressEvent, now: float) -> None:
         if now - self._kept_at.get(progress_event.job_id, 0.0) >= _KEEP_EVERY_S:
-            self._kept_at.pop(progress_event.job_id, None)
-            self._kept_at[progress_event.job_id] = now
-            if len(self._kept_at) > _MAX_PENDING:
-                del self._kept_at[next(iter(self._kept_at))]
+            put_newest(self._kept_at, progress_event.job_id, now, _MAX_PENDING)
             known = {
                 "at": progress_event.at,
                 "worker_id": progress_event.worker_id,
@@ -319,10 +305,7 @@ class PeerBus:
             self._note(progress_event.job_id, note)
 
     def _note(self, job_id: JobId, note: RunSnapshot) -> None:
-        self._workers.pop(job_id, None)
-        self._workers[job_id] = note.worker_id
-        if len(self._workers) > _MAX_PENDING:
-            del self._workers[next(iter(self._workers))]
+        put_newest(self._workers, job_id, note.worker_id, _MAX_PENDING)
         self._to_keep.setdefault(job_id, []).append(note)
         self._send()
 

@@ -5,6 +5,7 @@ module asks the fleet who could take the job. `failure_handler.py` handles the f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.failure import Failure
-from comfyfleet.model.ids import ClassKey, WorkerId
+from comfyfleet.model.ids import ClassKey, TenantId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
@@ -22,7 +23,8 @@ from comfyfleet.model.workflow import GraphNeeds
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.acceptance import signature_for, speaks_for_equals, without_signatures
 from comfyfleet.policy.failover import lifted_by_inventory
-from comfyfleet.policy.feasibility import is_feasible
+from comfyfleet.policy.feasibility import is_feasible, misses, nearest_miss
+from comfyfleet.policy.tenants import asker_of, name_for
 from comfyfleet.policy.workflow_stats import with_memory, without_slow
 
 
@@ -100,6 +102,18 @@ def first_place(
     return Placement(cls, None, None)
 
 
+def nearest_lacks(
+    context: EngineContext, cls: RequirementClass, tenant: TenantId, workers: Iterable[WorkerRecord]
+) -> tuple[str, tuple[str, ...]] | None:
+    """The worker that lacks least, by the name that the tenant may know, and what it lacks."""
+    lacking = {each.worker_id: misses(cls, each.worker_id, each.capabilities) for each in workers}
+    nearest = nearest_miss(lacking, context.rules.weights)
+    if nearest is None:
+        return None
+    access = context.fleet.workers[nearest].capabilities.tenant_access
+    return name_for(nearest, access, asker_of(tenant)), tuple(miss.reason for miss in lacking[nearest])
+
+
 class RefusalHandler:
     def __init__(self, context: EngineContext, catalogs: NodeCatalogs) -> None:
         self._context = context
@@ -109,7 +123,7 @@ class RefusalHandler:
         self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
     ) -> frozenset[str]:
         """The signature of the refusing worker, if every worker with that signature would refuse."""
-        cls = await self._class(dispatch.class_key)
+        cls = await self._context.fleet.find_class(dispatch.class_key)
         worker = self._context.fleet.workers.get(worker_id)
         signature = None if cls is None or worker is None else signature_for(cls, worker)
         if signature is None:
@@ -126,9 +140,8 @@ class RefusalHandler:
     async def may_accept(
         self, dispatch: Dispatch, worker_id: WorkerId, refusing: frozenset[str], now: float
     ) -> int:
-        """Counts the live workers that could run the job and have not refused it. Paused and draining ones
-        count."""
-        found = await self._class(dispatch.relaxed_class or dispatch.class_key)
+        """Counts the live workers, also paused ones, that could run the job and have not refused it."""
+        found = await self._context.fleet.find_class(dispatch.relaxed_class or dispatch.class_key)
         if found is None:
             return 0
         cls, count = without_signatures(found, refusing), 0
@@ -151,7 +164,7 @@ class RefusalHandler:
         )
 
     async def _without(self, key: ClassKey, refusing: frozenset[str]) -> ClassKey:
-        cls = await self._class(key)
+        cls = await self._context.fleet.find_class(key)
         others = None if cls is None else without_signatures(cls, refusing)
         return key if others is None or others is cls else await self._context.fleet.ensure_class(others)
 
@@ -179,10 +192,3 @@ class RefusalHandler:
             if block is not None and block.is_in_force(now) and lifted_by_inventory([block]):
                 return True
         return False
-
-    async def _class(self, key: ClassKey) -> RequirementClass | None:
-        """Reads the fleet if another engine added the class."""
-        fleet = self._context.fleet
-        if key not in fleet.classes and self._context.store.is_shared:
-            await fleet.sync()
-        return fleet.classes.get(key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.context import EngineContext, best_effort, stop
 from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.model.block import EVERY_WORKER, Block, Pair, whose_target
 from comfyfleet.model.calls import FailureReport
@@ -136,9 +136,7 @@ class PoisonWorkflows:
             self._ending = in_background(self._end_waiting(), name="refused jobs")
 
     async def close(self) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
-            await asyncio.gather(self._ending, return_exceptions=True)
+        await stop(self._ending)
 
     async def _end_waiting(self) -> None:
         try:

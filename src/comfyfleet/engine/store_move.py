@@ -142,8 +142,7 @@ class StoreMove:
         return self.moved
 
     async def _refuse_the_same_store(self) -> None:
-        """Two addresses may lead to one store, where a move would delete the jobs. A mark in the source shows
-        it."""
+        """Two addresses may lead to one store, where a move would delete the jobs."""
         until = await self._source.now() + _MARK_S
         mark = Block(WorkerId(f"store-move-{self._token}"), self._token, BlockReason.JOB, 1, until)
         await self._source.put_block(mark)

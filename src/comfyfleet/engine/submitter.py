@@ -21,7 +21,7 @@ from comfyfleet.engine.graph_reader import GraphReader, GraphReading
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import EditorConverter, NodeCatalogs
-from comfyfleet.engine.placement import Placement, class_of, first_place, where_accepted
+from comfyfleet.engine.placement import Placement, class_of, first_place, nearest_lacks, where_accepted
 from comfyfleet.engine.waiting_jobs import MissingRequirements
 from comfyfleet.model.calls import Submitted
 from comfyfleet.model.dispatch import Dispatch, Phase, Readiness, WriteResult
@@ -37,7 +37,6 @@ from comfyfleet.model.workflow import check_workflow, hash_workflow, read_needs
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.model.workflow_variants import WorkflowVariant, common_to, with_nodes
 from comfyfleet.policy.admission import check_dependencies, check_room, check_submission, digest_of, is_repeat
-from comfyfleet.policy.feasibility import misses, nearest_miss
 from comfyfleet.policy.input_files import check_inputs
 from comfyfleet.policy.lifecycle import readiness_at
 from comfyfleet.policy.poison_workflows import check_refused
@@ -307,17 +306,12 @@ class Submitter:
                 return ()
         elif fleet.is_workable(cls):
             return ()
-        lacking = {
-            worker.worker_id: misses(cls, worker.worker_id, worker.capabilities)
-            for worker in fleet.workers.values()
-            if not worker.is_offline
-        }
-        nearest = nearest_miss(lacking, self._context.rules.weights)
+        live = [worker for worker in fleet.workers.values() if not worker.is_offline]
+        nearest = nearest_lacks(self._context, cls, tenant, live)
         if nearest is None:
             return self._offline(tenant) or ("no worker is connected",)
-        access = fleet.workers[nearest].capabilities.tenant_access
-        name = name_for(nearest, access, asker_of(tenant))
-        return tuple(f"{name} {miss.reason}" for miss in lacking[nearest])
+        name, reasons = nearest
+        return tuple(f"{name} {reason}" for reason in reasons)
 
     def _offline(self, tenant: TenantId) -> tuple[str, ...]:
         """The reasons of the first offline workers."""

@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 
 from comfyfleet.engine.commands import CommandQueue
-from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.context import EngineContext, best_effort, stop
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.explanation import explain
 from comfyfleet.engine.failure_handler import FailureHandler
@@ -128,8 +128,7 @@ class Sweeper:
             self.wake_by(at if at is None else max(at, earliest))
 
     async def _attend_to_due(self) -> bool:
-        """Handles all due jobs, page by page. Failed ones do not delay the others. Each tenant with a
-        database has a task of its own."""
+        """Handles all due jobs, page by page. Failed ones and slow databases do not delay the others."""
         store, began, is_all_done = self._context.store, await self._context.store.now(), True
         left_out: set[TenantId] = set()
         last: Dispatch | None = None
@@ -336,12 +335,7 @@ class Sweeper:
     async def close(self) -> None:
         self._is_closed = True
         await self._poison_workflows.close()
-        if self._timer is not None:
-            self._timer.cancel()
-        tasks = [*self._attending.values(), *([] if self._running is None else [self._running])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(self._timer, self._running, *self._attending.values())
 
 
 def _quarantined(worker: WorkerRecord, until: float) -> WorkerRecord:

@@ -14,6 +14,7 @@ from comfyfleet.engine.commands import CommandQueue
 from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.engine.matcher import Matcher
+from comfyfleet.engine.placement import nearest_lacks
 from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Write
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.fact import FactKind
@@ -22,8 +23,7 @@ from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.tenant import Tenant
-from comfyfleet.policy.feasibility import misses, names_missing, nearest_miss
-from comfyfleet.policy.tenants import asker_of, name_for
+from comfyfleet.policy.feasibility import names_missing
 from comfyfleet.policy.terms import check_kept, judged_again, under_new_terms
 from comfyfleet.policy.timers import fails_at, failure_of
 from comfyfleet.ports import Timer
@@ -53,16 +53,15 @@ class WaitingJobReview:
             try:
                 check_kept(job.payload, tenant)
             except Refusal as refusal:
-                why = (
-                    f"tenant {tenant.tenant_id!r} has new terms since the job was accepted: {refusal.message}"
-                )
+                why = f"the terms of tenant {tenant.tenant_id!r} changed after the submission: {refusal.message}"
                 failure = Failure(FailureKind.INVALID_WORKFLOW, why)
                 return await self._failures.ended(dispatch, failure) is not None
         now = await context.store.now()
         change = under_new_terms(dispatch, job, tenant, now, context.rules)
         if dispatch.phase is Phase.QUEUED:
             for name in ("class_key", "relaxed_class"):
-                cls = await self._class(getattr(dispatch, name))
+                key = getattr(dispatch, name)
+                cls = None if key is None else await context.fleet.find_class(key)
                 if cls is not None and (again := judged_again(cls, job.payload, tenant)) != cls:
                     key = await context.fleet.ensure_class(again)
                     change = msgspec.structs.replace(change, **{name: key})
@@ -72,12 +71,6 @@ class WaitingJobReview:
         if written is not None:
             self._matcher.job_arrived(written.dispatch)
         return written is not None
-
-    async def _class(self, key: ClassKey | None) -> RequirementClass | None:
-        if key is not None and key not in self._context.fleet.classes:
-            # Another engine added the class.
-            await self._context.fleet.sync()
-        return None if key is None else self._context.fleet.classes.get(key)
 
     async def unrunnable_classes(self) -> Mapping[ClassKey, RequirementClass]:
         """The classes that no worker, present or expected back, may take."""
@@ -116,16 +109,8 @@ class WaitingJobReview:
         fleet, cls = self._context.fleet, self._context.fleet.classes.get(dispatch.class_key)
         if cls is None:
             return None
-        lacking = {
-            worker.worker_id: misses(cls, worker.worker_id, worker.capabilities)
-            for worker in fleet.workers.values()
-        }
-        nearest = nearest_miss(lacking, self._context.rules.weights)
-        if nearest is None:
-            return None
-        access = fleet.workers[nearest].capabilities.tenant_access
-        name = name_for(nearest, access, asker_of(dispatch.tenant))
-        return f"{name} " + "; ".join(miss.reason for miss in lacking[nearest])
+        nearest = nearest_lacks(self._context, cls, dispatch.tenant, fleet.workers.values())
+        return None if nearest is None else f"{nearest[0]} " + "; ".join(nearest[1])
 
 
 MAX_COUNTED = 2_000
@@ -226,8 +211,7 @@ class MissingRequirements:
         return known
 
     def call(self, cls: RequirementClass) -> None:
-        """A job of this class came and nobody can take it. Asks workers that lack only a few names for a
-        heartbeat."""
+        """Asks workers that lack only a few names for a heartbeat: nobody can take a job of this class."""
         self._read_at = float("-inf")
         fleet = self._context.fleet
         key = fleet.key_of(cls)

@@ -123,9 +123,6 @@ class WorkerOperations:
         self._matcher.dismiss(worker_id)
         self._context.tell("offline", worker_id, reason=reason, **({"is_lost": True} if is_lost else {}))
 
-    async def let_back(self, worker_id: WorkerId) -> WorkerRecord | None:
-        return await commands.let_back(self._context.store.documents, worker_id)
-
     async def remove(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
         """`is_kept_out`: the worker cannot register again until an operator readmits it."""
         if is_kept_out:
