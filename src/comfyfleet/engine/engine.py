@@ -21,19 +21,17 @@ from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.input_files import forget as forget_uses
 from comfyfleet.engine.job_list import list_jobs
 from comfyfleet.engine.job_operations import JobOperations, ended_job, forget, no_job, purge
-from comfyfleet.engine.latest_progress import LatestProgress
 from comfyfleet.engine.local_bus import LocalBus
 from comfyfleet.engine.matcher import Matcher
-from comfyfleet.engine.need_review import NeedReview
 from comfyfleet.engine.node_catalogs import EditorConverter, NodeCatalogs
 from comfyfleet.engine.operator_commands import Action, OperatorCommands
-from comfyfleet.engine.peers import PeerBus, RemoteFactPoller
+from comfyfleet.engine.peers import LatestProgress, PeerBus, RemoteFactPoller
 from comfyfleet.engine.placement import RefusalHandler
 from comfyfleet.engine.poison_workflows import PoisonWorkflows
 from comfyfleet.engine.submitter import Submitter
 from comfyfleet.engine.sweeper import Sweeper
 from comfyfleet.engine.system import SystemClock, SystemRandom
-from comfyfleet.engine.waiting_jobs import MissingRequirements, UnrunnableJobs, WaitingJobReview
+from comfyfleet.engine.waiting_jobs import MissingRequirements, NeedReview, UnrunnableJobs, WaitingJobReview
 from comfyfleet.engine.worker_operations import WorkerOperations
 from comfyfleet.model.block import Block
 from comfyfleet.model.calls import (

@@ -246,7 +246,10 @@ class FailureHandler:
         blocks: tuple[Block, ...],
         now: float,
     ) -> Write:
-        job: dict[str, object] = {"failure": failure, "worker_id": _holder(dispatch)}
+        job: dict[str, object] = {
+            "failure": failure,
+            "worker_id": dispatch.lease and dispatch.lease.worker_id,
+        }
         if decision.will_retry:
             phase = target(dispatch.phase, Transition.REQUEUE)
             change = returned(dispatch, phase, decision.not_before, now, self._context.rules)
@@ -415,11 +418,7 @@ class FailureHandler:
             return
         if is_quarantined(await context.store.blocks(worker_id), context.rules, now):
             until = now + context.rules.quarantine_s
-
-            def kept_off(worker: WorkerRecord) -> WorkerRecord:
-                return msgspec.structs.replace(worker, quarantined_until=until)
-
-            if await context.fleet.change(worker_id, kept_off) is None:
+            if await context.fleet.quarantine(worker_id, until) is None:
                 return
             context.tell("quarantined", worker_id, until=until)
             context.wake_by(until)
@@ -429,10 +428,6 @@ def _end(dispatch: Dispatch, failure: Failure, decision: RetryDecision, now: flo
     is_expiry = failure.kind is FailureKind.LEASE_EXPIRED
     outcome = AttemptOutcome.EXPIRED if is_expiry else AttemptOutcome.FAILED
     return AttemptEnd(outcome, decision.charge.value, failure, used_s(dispatch.lease, now))
-
-
-def _holder(dispatch: Dispatch) -> WorkerId | None:
-    return None if dispatch.lease is None else dispatch.lease.worker_id
 
 
 def _fact_data(failure: Failure, why: str, dispatch: Dispatch) -> dict[str, object]:

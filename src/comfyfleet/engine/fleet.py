@@ -311,6 +311,11 @@ class Fleet:
                 return self.workers.get(worker_id)
         return None
 
+    async def quarantine(self, worker_id: WorkerId, until: float | None) -> WorkerRecord | None:
+        return await self.change(
+            worker_id, lambda worker: msgspec.structs.replace(worker, quarantined_until=until)
+        )
+
     async def _replace(self, record: WorkerRecord) -> bool:
         worker_id = record.worker_id
         self.workers[worker_id] = msgspec.structs.replace(record, revision=record.revision + 1)

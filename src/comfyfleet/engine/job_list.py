@@ -84,18 +84,12 @@ def _is_past(job: Job, wanted: JobFilter, newest_first: bool) -> bool:
     return before is not None and job.submitted_at >= before + _OUT_OF_ORDER_S
 
 
-def _is_too_old(job: Job, wanted: JobFilter) -> bool:
-    return wanted.submitted_after is not None and job.submitted_at < wanted.submitted_after
-
-
-def _is_too_new(job: Job, wanted: JobFilter) -> bool:
-    return wanted.submitted_before is not None and job.submitted_at >= wanted.submitted_before
-
-
 def _is_wanted(job: Job, wanted: JobFilter) -> bool:
     if wanted.workflow_hash is not None and job.workflow_hash != wanted.workflow_hash:
         return False
-    if _is_too_old(job, wanted) or _is_too_new(job, wanted):
+    if wanted.submitted_after is not None and job.submitted_at < wanted.submitted_after:
+        return False
+    if wanted.submitted_before is not None and job.submitted_at >= wanted.submitted_before:
         return False
     metadata = job.payload.metadata or {}
     return all(name in metadata and _text(metadata[name]) == text for name, text in wanted.metadata.items())

@@ -15,7 +15,7 @@ from comfyfleet.model.ids import JobId
 _LOG = logging.getLogger(__name__)
 
 # Only the newest of these matters to a slow watcher.
-_REPLACEABLE = frozenset({ProgressKind.PROGRESS, ProgressKind.PREVIEW})
+REPLACEABLE = frozenset({ProgressKind.PROGRESS, ProgressKind.PREVIEW})
 MAX_PENDING_NEWS = 256
 
 
@@ -33,7 +33,7 @@ class LocalSubscription:
         """Constant cost, so that a slow watcher does not slow the others down."""
         self._offered += 1
         if isinstance(event, ProgressEvent):
-            if event.kind in _REPLACEABLE:
+            if event.kind in REPLACEABLE:
                 older = self._newest.get((event.job_id, event.kind))
                 if older is not None:
                     self._take(older)
@@ -48,7 +48,7 @@ class LocalSubscription:
         event = self._pending.pop(number)
         if isinstance(event, ProgressEvent):
             del self._progress[number]
-            if event.kind in _REPLACEABLE:
+            if event.kind in REPLACEABLE:
                 del self._newest[event.job_id, event.kind]
         return event
 

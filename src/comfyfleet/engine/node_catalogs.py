@@ -69,8 +69,6 @@ class NodeCatalogs:
         self._not_outputs: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         """Catalog signatures, and the node classes that none of these catalogs calls an output."""
 
-    # writing
-
     async def knows(self, worker: WorkerRecord) -> bool | None:
         """Whether the catalog of this worker's signature is stored. None: the worker has no signature."""
         signature = signature_of(worker)
@@ -123,8 +121,6 @@ class NodeCatalogs:
         if signature is not None and signature not in others:
             self._at_hand.pop(signature, None)
             await _remove(self._context.store.documents, SHARED_COLLECTION, signature)
-
-    # reading
 
     async def get(self, signature: str) -> NodeCatalog | None:
         known = self._at_hand.get(signature)
@@ -244,8 +240,6 @@ class NodeCatalogs:
         catalog = self._at_hand[signature] = NodeCatalog(definitions, signatures)
         self._missed_at.pop(signature, None)
         return catalog
-
-    # documents
 
     async def _keep(self, collection: str, name: str, packed: bytes) -> None:
         documents = self._context.store.documents

@@ -12,18 +12,18 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from comfyfleet.engine.context import EngineContext, stop
-from comfyfleet.engine.latest_progress import LatestProgress, put_newest
+from comfyfleet.engine.local_bus import REPLACEABLE
 from comfyfleet.engine.sweeper import Rechecks
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, ProgressEvent, ProgressKind, RunSnapshot
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.ports import PeerChannel, Timer
+from comfyfleet.ports import Bus, PeerChannel, Timer
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -145,6 +145,51 @@ class RemoteFactPoller:
         await stop(self._timer, self._running)
 
 
+_MAX_JOBS = 20_000
+_STARTS_ANEW = frozenset(
+    {
+        FactKind.QUEUED,
+        FactKind.LEASED,
+        FactKind.RETRYING,
+        FactKind.RELEASED,
+        FactKind.PAUSED,
+        FactKind.COMPLETED,
+        FactKind.FAILED,
+        FactKind.CANCELLED,
+    }
+)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def put_newest(entries: dict[K, V], key: K, value: V, limit: int) -> None:
+    """Puts the entry last, and drops the first one beyond the limit."""
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > limit:
+        del entries[next(iter(entries))]
+
+
+class LatestProgress:
+    """Keeps the latest progress of each running job in memory, for new watchers."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._known: dict[JobId, ProgressEvent] = {}
+        bus.listen(self._hear)
+
+    def of(self, job_id: JobId) -> ProgressEvent | None:
+        return self._known.get(job_id)
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, ProgressEvent):
+            if event.kind is ProgressKind.PROGRESS:
+                put_newest(self._known, event.job_id, event, _MAX_JOBS)
+        elif isinstance(event, Fact) and event.kind in _STARTS_ANEW:
+            self._known.pop(event.job_id, None)
+
+
 _SAY_AGAIN_S = 5.0
 _WANTED_S = 15.0
 _KEEP_EVERY_S = 1.0
@@ -152,7 +197,6 @@ _MAX_WANTED = 100_000
 _MAX_PENDING = 10_000
 _JOBS_A_MESSAGE = 1_000
 _MAX_IMAGE_BYTES = 1024 * 1024
-_REPLACEABLE = frozenset({ProgressKind.PROGRESS, ProgressKind.PREVIEW})
 
 _STATUSES = {
     FactKind.COMPLETED: "completed",
@@ -274,7 +318,7 @@ class PeerBus:
 
     def _put(self, event: Event) -> None:
         key: object
-        if isinstance(event, ProgressEvent) and event.kind in _REPLACEABLE:
+        if isinstance(event, ProgressEvent) and event.kind in REPLACEABLE:
             if event.image is not None and len(event.image) > _MAX_IMAGE_BYTES:
                 return
             key = (event.job_id, event.kind)

@@ -53,15 +53,18 @@ class PoisonWorkflows:
                 is_its = attempt.attempt_id == ref.attempt_id and attempt.outcome in _ENDED_BEFORE
                 if dispatch is not None and is_its and not attempt.reported_late:
                     await store.mark_late(ref)
-                    await self._died(dispatch, call.failure)
+                    await self._count_death(dispatch, call.failure)
 
-    async def _died(self, dispatch: Dispatch, failure: Failure) -> None:
+    async def _count_death(self, dispatch: Dispatch, failure: Failure | None = None) -> None:
+        """`failure`: a death that the dispatch does not count yet. Without one, keeps the count for the case
+        that somebody cancels the job and submits it again."""
         context, now = self._context, await self._context.store.now()
         known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
         if known is not None and poison_workflows.is_refusing(known):
             return
-        deaths = 1 + max(dispatch.server_deaths, poison_workflows.deaths_lately(known, context.rules, now))
-        if deaths < context.rules.max_server_deaths:
+        deaths = max(dispatch.server_deaths, poison_workflows.deaths_lately(known, context.rules, now))
+        deaths += failure is not None
+        if failure is None or deaths < context.rules.max_server_deaths:
             await context.store.put_block(poison_workflows.death_of(dispatch, deaths, now))
             return
         refusal = poison_workflows.refusal_of(dispatch, deaths, now)
@@ -116,14 +119,6 @@ class PoisonWorkflows:
             self._over[dispatch.job_id] = dispatch
             self._context.wake_by(self._context.clock.now())
 
-    async def _remember(self, dispatch: Dispatch) -> None:
-        """Keeps the count when somebody cancels the job and submits it again."""
-        context, now = self._context, await self._context.store.now()
-        known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
-        if known is None or not poison_workflows.is_refusing(known):
-            deaths = max(dispatch.server_deaths, poison_workflows.deaths_lately(known, context.rules, now))
-            await context.store.put_block(poison_workflows.death_of(dispatch, deaths, now))
-
     def _note_waiting(self, dispatch: Dispatch) -> None:
         self._returned.add(dispatch.job_id)
         self._context.wake_by(self._context.clock.now())
@@ -142,7 +137,7 @@ class PoisonWorkflows:
         try:
             for job_id, dispatch in list(self._over.items()):
                 with best_effort(f"count the server that died of job {job_id}; the next sweep tries again"):
-                    await self._remember(dispatch)
+                    await self._count_death(dispatch)
                     self._over.pop(job_id, None)
             for target in self._context.fleet.refused - self._ended:
                 with best_effort(

@@ -230,8 +230,6 @@ class Submitter:
             return None
         return await self._context.store.records.by_reference(submission.tenant, submission.reference)
 
-    # reading
-
     async def _read(
         self, submission: Submission, is_own: bool, is_large: bool
     ) -> tuple[Submission, GraphReading]:
@@ -266,8 +264,6 @@ class Submitter:
         submission = await self._inputs.named(submission)
         check_dependencies(submission, rules)
         return submission
-
-    # checking
 
     async def _asked(self, workflow_hash: WorkflowHash) -> tuple[float, WorkflowStats | None]:
         """The time and the workflow's statistics. Reads the queue counts if they are outdated."""
@@ -322,8 +318,6 @@ class Submitter:
             for worker in away[:3]
         )
 
-    # writing
-
     def _dispatch(
         self,
         submission: Submission,
@@ -365,15 +359,13 @@ class Submitter:
         return dispatch if when is None else msgspec.structs.replace(dispatch, wake_at=when)
 
     async def _write(self, dispatch: Dispatch, job: Job, place: Placement) -> WriteResult:
-        await self._announce(job.payload, dispatch)
-        return await self._enqueue(dispatch, job, place)
-
-    async def _announce(self, submission: Submission, dispatch: Dispatch) -> None:
+        submission = job.payload
         await self._context.announce(submission, dispatch.job_id, dispatch.round)
         if dispatch.is_held:
             await self._dependencies.announce(submission.after, dispatch.job_id)
         if submission.inputs:
             await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
+        return await self._enqueue(dispatch, job, place)
 
     async def _enqueue(self, dispatch: Dispatch, job: Job, place: Placement) -> WriteResult:
         fleet = self._context.fleet

@@ -30,7 +30,6 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.tenants import asker_of
 from comfyfleet.policy.timers import Due, review
 from comfyfleet.ports import Clock, Timer
@@ -274,11 +273,11 @@ class Sweeper:
             if until > longest:
                 # It began before the clock was set back and would last too long.
                 until = longest
-                await fleet.change(worker.worker_id, partial(_quarantined, until=until))
+                await fleet.quarantine(worker.worker_id, until)
             if until > now:
                 self.wake_by(until)
                 continue
-            if await fleet.change(worker.worker_id, _released) is None:
+            if await fleet.quarantine(worker.worker_id, None) is None:
                 continue
             self._context.tell("released", worker.worker_id)
             self._matcher.worker_freed(worker.worker_id)
@@ -336,14 +335,6 @@ class Sweeper:
         self._is_closed = True
         await self._poison_workflows.close()
         await stop(self._timer, self._running, *self._attending.values())
-
-
-def _quarantined(worker: WorkerRecord, until: float) -> WorkerRecord:
-    return msgspec.structs.replace(worker, quarantined_until=until)
-
-
-def _released(worker: WorkerRecord) -> WorkerRecord:
-    return msgspec.structs.replace(worker, quarantined_until=None)
 
 
 _PAUSE_S = 0.1
