@@ -38,7 +38,7 @@ async def test_beside_a_real_worker_it_takes_nothing_and_the_job_says_why(is_off
         assert await rig.poll("fake") is None
         explained = await rig.engine.explain(job_id)
         (reason,) = [each.reason for each in explained.workers if each.worker_id == "fake"]
-        assert "is a fake, and the fleet has real workers" in reason
+        assert "is a fake worker, and the fleet has real workers" in reason
         if not is_offline:
             assert (await rig.take("gpu")).job_id == job_id
 

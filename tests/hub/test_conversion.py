@@ -158,7 +158,7 @@ async def test_many_nodes_are_kept_in_parts_and_come_back_whole() -> None:
 
 async def test_what_would_unpack_without_end_is_not_kept() -> None:
     async with running_hub() as rig:
-        with pytest.raises(Refusal, match="16777216 are kept"):
+        with pytest.raises(Refusal, match="the limit is 16777216"):
             await rig.engine.describe(GPU, NodeCatalog({"Bomb": (Widget("x", default="x" * 17_000_000),)}))
         assert await rig.documents.listing(COLLECTION) == []
 

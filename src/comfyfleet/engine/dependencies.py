@@ -135,7 +135,7 @@ class Dependencies:
             problem: Failure | None = None
             is_ready, files = True, dict[int, str]()
             for awaited in after:
-                phase, found = await self._standing(awaited, job)
+                phase, found = await self._awaited_phase(awaited, job)
                 is_ready &= phase is Phase.COMPLETED
                 if phase in (None, Phase.FAILED, Phase.CANCELLED):
                     problem = problem or _failure(awaited, phase)
@@ -165,7 +165,7 @@ class Dependencies:
                 await self._forget(after, job_id)
             return True
 
-    async def _standing(self, awaited: JobId, job: Job) -> tuple[Phase | None, dict[int, str] | Failure]:
+    async def _awaited_phase(self, awaited: JobId, job: Job) -> tuple[Phase | None, dict[int, str] | Failure]:
         """The phase of an awaited job and, once it completed, the files that it supplies. None: the job is
         gone without a note that it completed."""
         store = self._context.store

@@ -64,7 +64,7 @@ from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.workflow_stats import expected_s
 from comfyfleet.ports import Bus, Clock, RandomSource, Store
 
-_WORKERS_AT_A_TIME = 500
+_BATCH_SIZE = 500
 
 
 class Engine:
@@ -436,8 +436,8 @@ class Engine:
         """The leases of each worker. An offline worker may still hold some."""
         found: dict[WorkerId, list[Dispatch]] = {worker.worker_id: [] for worker in workers}
         names = list(found)
-        for start in range(0, len(names), _WORKERS_AT_A_TIME):
-            for dispatch in await self.store.leases_of(*names[start : start + _WORKERS_AT_A_TIME]):
+        for start in range(0, len(names), _BATCH_SIZE):
+            for dispatch in await self.store.leases_of(*names[start : start + _BATCH_SIZE]):
                 assert dispatch.lease is not None, "that is what was asked for"
                 found[dispatch.lease.worker_id].append(dispatch)
         return found

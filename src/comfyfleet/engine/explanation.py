@@ -24,7 +24,7 @@ async def explain(
     """`tenant`: explains to that tenant, which may not know every worker by name."""
     job_id, phase = dispatch.job_id, dispatch.phase
     if phase is not Phase.QUEUED:
-        return Explanation(job_id, phase, await _became(context, dispatch))
+        return Explanation(job_id, phase, await _outcome(context, dispatch))
     now = await context.store.now()
     cls = context.fleet.classes[dispatch.class_key]
     job = await context.store.records.get(job_id) if cls.requirements.refused_by else None
@@ -35,7 +35,7 @@ async def explain(
     """By signature, because hundreds of workers may share one."""
     for worker in list(context.fleet.workers.values()):
         lacks = _lacks(cls, worker)
-        why = [miss.reason for miss in lacks] + await _kept_from(context, dispatch, worker, now)
+        why = [miss.reason for miss in lacks] + await _obstacles(context, dispatch, worker, now)
         signature = None if job is None else signature_for(cls, worker)
         if job is not None and signature in cls.requirements.refused_by:
             if signature not in objections:
@@ -75,7 +75,7 @@ def _lacks(cls: RequirementClass, worker: WorkerRecord) -> tuple[Mismatch, ...]:
     return tuple(miss for miss in found if miss.dimension in ("affinity", "tenant"))
 
 
-async def _became(context: EngineContext, dispatch: Dispatch) -> str:
+async def _outcome(context: EngineContext, dispatch: Dispatch) -> str:
     """What happened to a job that does not wait, and what the caller can do."""
     if dispatch.phase is Phase.LEASED and dispatch.lease is not None:
         cancelled = " and is asked to stop" if dispatch.stop is not None else ""
@@ -93,7 +93,7 @@ async def _became(context: EngineContext, dispatch: Dispatch) -> str:
     return f"the job has {dispatch.phase.value}{where}"
 
 
-async def _kept_from(
+async def _obstacles(
     context: EngineContext, dispatch: Dispatch, worker: WorkerRecord, now: float
 ) -> list[str]:
     """Why a worker that could run the job does not get it."""
@@ -104,7 +104,7 @@ async def _kept_from(
             assert block.blocked_until is not None
             if block.missing:
                 why.append(
-                    f"reported that it lacks {', '.join(block.missing)}; it is tried again when that changes"
+                    f"reported that it lacks {', '.join(block.missing)}; the hub tries it again when that changes"
                 )
                 continue
             what = "this job" if target == dispatch.job_id else "this workflow"
@@ -126,7 +126,9 @@ async def _kept_from(
     elif worker.quarantined_until is not None and now < worker.quarantined_until:
         why.append("is quarantined: too many different workflows failed on it")
     if context.fleet.is_held_back(worker):
-        why.append("is a fake, and the fleet has real workers: it works beside them only if started so")
+        why.append(
+            "is a fake worker, and the fleet has real workers: start it with --fake-beside-real to use both"
+        )
     return why
 
 

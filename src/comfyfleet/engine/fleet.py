@@ -26,7 +26,7 @@ from comfyfleet.ports import Clock, Store
 # After this many growths the fleet rebuilds the vocabulary from the waiting classes, to drop unused words.
 _REBUILD_AFTER = 1024
 _SAVE_SEEN_EVERY_S = 10.0
-_SET_S = 1.0
+_CLOCK_JUMP_S = 1.0
 _NONE: Set[ProfileKey] = frozenset()
 
 
@@ -93,7 +93,7 @@ class Fleet:
         if table.version == self._table_version and not changed and not is_missing:
             return False
         self._changed()
-        self._judged = self._judged & self._speakers().keys()
+        self._judged = self._judged & self._representatives().keys()
         strangers = [cls for key, cls in table.classes.items() if key not in self.classes]
         if is_missing or not all(self._vocabulary.covers(cls) for cls in strangers):
             await self._grow(*strangers)
@@ -101,14 +101,14 @@ class Fleet:
         self.classes.update(table.classes)
         for key, cls in table.classes.items():
             self._judge(key, cls, table.profiles)
-        self._judged = self._speakers().keys() & table.profiles
+        self._judged = self._representatives().keys() & table.profiles
         self._table_version = table.version
         return True
 
     def _judge(self, key: ClassKey, cls: RequirementClass, profiles: Set[ProfileKey]) -> None:
         """Adds the profiles in the table that may take the class."""
         fits = self._fits.setdefault(key, set())
-        for profile, worker in self._speakers().items():
+        for profile, worker in self._representatives().items():
             if profile in profiles and is_feasible(cls, worker.worker_id, worker.capabilities):
                 fits.add(profile)
 
@@ -120,7 +120,7 @@ class Fleet:
             self.note_block(block)
         return bool(workers - self.with_blocks or refused - self.refused)
 
-    def _speakers(self) -> dict[ProfileKey, WorkerRecord]:
+    def _representatives(self) -> dict[ProfileKey, WorkerRecord]:
         """One worker for each profile: workers of a profile may take the same classes."""
         return {worker.profile: worker for worker in self.workers.values()}
 
@@ -150,7 +150,7 @@ class Fleet:
                 table = await self._store.table()
                 fits = {
                     profile
-                    for profile, worker in self._speakers().items()
+                    for profile, worker in self._representatives().items()
                     if is_feasible(cls, worker.worker_id, worker.capabilities)
                 }
                 if await self._store.put_class(cls, fits & table.profiles, version=table.version):
@@ -236,40 +236,35 @@ class Fleet:
         """Registers a worker. Returns its record and the previous one, so that one of several engines sees
         the arrival. Refuses if another agent used this name within `lost_s`."""
         async with self._changing:
-            return await self._put(call, now, lost_s)
+            worker_id = call.worker_id
+            if self._store.is_shared:
+                await self._catch_up()
+            known = self.workers.get(worker_id)
+            capabilities = capabilities_of(call, known)
+            if known is not None and known.capabilities == capabilities:
+                profile = known.profile
+            else:
+                profile = await self._admit(worker_id, capabilities)
+            before: WorkerRecord | None = None
 
-    async def _put(
-        self, call: RegisterWorker, now: float, lost_s: float
-    ) -> tuple[WorkerRecord, WorkerRecord | None]:
-        worker_id = call.worker_id
-        if self._store.is_shared:
-            await self._catch_up()
-        known = self.workers.get(worker_id)
-        capabilities = capabilities_of(call, known)
-        if known is not None and known.capabilities == capabilities:
-            profile = known.profile
-        else:
-            profile = await self._admit(worker_id, capabilities)
-        before: WorkerRecord | None = None
+            def again(stored: WorkerRecord) -> WorkerRecord:
+                nonlocal before
+                before = stored
+                return registered_again(stored, call, profile, now, lost_s)
 
-        def again(stored: WorkerRecord) -> WorkerRecord:
-            nonlocal before
-            before = stored
-            return registered_again(stored, call, profile, now, lost_s)
-
-        # `change` starts from the stored record, so an operator's change in between survives.
-        while (record := await self.change(worker_id, again)) is None:
-            before, first = None, registered_first(call, profile, now)
-            self.workers[worker_id] = first
-            self._changed()
-            if await self._store.add_worker(first):
-                record = first
-                break
-            # Another engine added the worker first; read its record.
-            self._table_version = -1
-        if known is not None and known.profile != profile:
-            await self._drop_unused()
-        return record, before
+            # `change` starts from the stored record, so an operator's change in between survives.
+            while (record := await self.change(worker_id, again)) is None:
+                before, first = None, registered_first(call, profile, now)
+                self.workers[worker_id] = first
+                self._changed()
+                if await self._store.add_worker(first):
+                    record = first
+                    break
+                # Another engine added the worker first; read its record.
+                self._table_version = -1
+            if known is not None and known.profile != profile:
+                await self._drop_unused()
+            return record, before
 
     async def newest(self, worker_id: WorkerId) -> WorkerRecord | None:
         """The stored record, so that a change based on it keeps what other engines wrote."""
@@ -345,7 +340,7 @@ class Fleet:
         """Shifts the last-seen times after somebody set the clock, so that silences keep their length."""
         began = self._clock.now() - self._clock.monotonic()
         by, self._began = began - self._began, began
-        if abs(by) > _SET_S:
+        if abs(by) > _CLOCK_JUMP_S:
             for worker_id, worker in self.workers.items():
                 self.workers[worker_id] = msgspec.structs.replace(
                     worker, last_seen_at=worker.last_seen_at + by
@@ -440,11 +435,11 @@ class Fleet:
             self._vocabulary = Vocabulary.of((await self._store.table()).classes.values())
         for cls in classes:
             self._vocabulary = self._vocabulary.extended(cls)
-        moved = [await self._part(worker) for worker in list(self.workers.values())]
+        moved = [await self._split(worker) for worker in list(self.workers.values())]
         if any(moved):
             await self._drop_unused()
 
-    async def _part(self, worker: WorkerRecord | None) -> bool:
+    async def _split(self, worker: WorkerRecord | None) -> bool:
         heir_of = None if worker is None else worker.profile
         while worker is not None:
             profile = await self._admit(worker.worker_id, worker.capabilities, heir_of)

@@ -20,7 +20,7 @@ from comfyfleet.ports import DocumentStore
 COLLECTION = "file_uses"
 _PAGE = 100
 _PAGES = 10
-_YOUNG_S = 3600.0
+_GRACE_S = 3600.0
 """For this long a note without a job counts: the job may still be on its way."""
 
 
@@ -95,7 +95,7 @@ class InputFiles:
                 if not after.startswith(beginning):
                     return False
                 dispatch = await store.load(JobId(after.removeprefix(beginning)))
-                if dispatch is None and self._context.clock.now() - float(document.body) < _YOUNG_S:
+                if dispatch is None and self._context.clock.now() - float(document.body) < _GRACE_S:
                     return True
                 if dispatch is not None and not dispatch.phase.is_final:
                     return True

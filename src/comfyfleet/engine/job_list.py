@@ -18,7 +18,7 @@ from comfyfleet.ports import Records
 
 MAX_LOOKED_AT = 2_000
 """Records that one call reads; each comes with its payload."""
-_LONGEST_S = 2.0
+_TIME_LIMIT_S = 2.0
 """A call that takes this long returns where to continue."""
 
 _PAGE = 20
@@ -42,7 +42,7 @@ async def list_jobs(
     after = _start(wanted, after, newest_first)
     looks_inside = bool(wanted.workflow_hash or wanted.metadata or among)
     loop = asyncio.get_running_loop()
-    ends_at = loop.time() + _LONGEST_S
+    ends_at = loop.time() + _TIME_LIMIT_S
     while looked_at < MAX_LOOKED_AT and (loop.time() < ends_at or not looked_at):
         size = _PAGE if looks_inside else limit - len(found) + 1
         page = await records.listing(

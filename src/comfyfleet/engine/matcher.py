@@ -55,7 +55,7 @@ class Matcher:
         self._looking: dict[PollId, ParkedPoll] = {}
         self._served_by_park: set[ParkedPoll] = set()
         """Slots that their own poll serves. A pass skips them, or it would lease a second job for them."""
-        self._behind: dict[ParkedPoll, asyncio.Task[bool]] = {}
+        self._slow_leases: dict[ParkedPoll, asyncio.Task[bool]] = {}
         """Slots whose lease waits for a tenant database. A pass skips them."""
         self._running: asyncio.Task[None] | None = None
         # A custom strategy may treat equal workers differently.
@@ -97,7 +97,9 @@ class Matcher:
 
     async def looked_for(self, slot: ParkedPoll) -> None:
         """Waits until the slot has its answer or no pass looks for one."""
-        while not slot.answer.done() and (looking := self._behind.get(slot) or self._running) is not None:
+        while (
+            not slot.answer.done() and (looking := self._slow_leases.get(slot) or self._running) is not None
+        ):
             await asyncio.wait((looking, slot.answer), return_when=asyncio.FIRST_COMPLETED)
 
     def leave(self, slot: ParkedPoll) -> None:
@@ -180,7 +182,7 @@ class Matcher:
             self._start()
 
     def _is_served(self, slot: ParkedPoll) -> bool:
-        return slot in self._served_by_park or slot in self._behind
+        return slot in self._served_by_park or slot in self._slow_leases
 
     def _take_looking(self) -> list[ParkedPoll]:
         """The slots of the next pass, without those served elsewhere."""
@@ -208,7 +210,7 @@ class Matcher:
         self._parked.clear()
         self._parked_of.clear()
         self._looking.clear()
-        await stop(self._timer, self._relearning, self._running, *self._behind.values())
+        await stop(self._timer, self._relearning, self._running, *self._slow_leases.values())
 
     # matching
 
@@ -228,7 +230,7 @@ class Matcher:
                 slot.poll_id: slot
                 for slot in slots
                 if not slot.answer.done()
-                and slot not in self._behind
+                and slot not in self._slow_leases
                 and (worker := workers.get(slot.worker_id)) is not None
                 and self._context.fleet.takes_work(worker, now)
             }
@@ -273,12 +275,12 @@ class Matcher:
             raise
         for (slot, _), task in zip(pairs, tasks, strict=True):
             if not task.done():
-                self._behind[slot] = task
-                task.add_done_callback(partial(self._came, slot))
+                self._slow_leases[slot] = task
+                task.add_done_callback(partial(self._on_lease_done, slot))
         return [not task.done() or task.result() for task in tasks]
 
-    def _came(self, slot: ParkedPoll, task: asyncio.Task[bool]) -> None:
-        del self._behind[slot]
+    def _on_lease_done(self, slot: ParkedPoll, task: asyncio.Task[bool]) -> None:
+        del self._slow_leases[slot]
         if not task.cancelled() and (error := task.exception()) is not None:
             log_failure(
                 _LOG, "a lease failed; the next matching pass, within a second, tries again", error=error
@@ -482,7 +484,7 @@ async def _all_of(work: list[Coroutine[Any, Any, bool]]) -> list[bool]:
     if len(work) == 1:
         return [await work[0]]
     ended = await asyncio.gather(*work, return_exceptions=True)
-    # Raise only when nothing runs any more.
+    # Raise only after all of them have ended.
     for each in ended:
         if isinstance(each, BaseException):
             raise each

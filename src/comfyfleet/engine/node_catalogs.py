@@ -41,11 +41,11 @@ MAX_PARTS = 32
 _PART_BYTES = 60 * 1024
 _MAX_BYTES = 16 * 1024 * 1024
 """Unpacked: ten times the catalog of a server with thousands of nodes."""
-_MAX_AT_HAND = 64
+_MAX_LOADED = 64
 """Beyond this only the catalogs of live workers stay in memory."""
 _MANY_NODES = 100
 _MANY_INPUTS = 1_000
-_LOOK_AGAIN_S = 5.0
+_RETRY_S = 5.0
 """Look again for a missing catalog after this time: its worker may be about to send it."""
 
 _OWN = msgspec.json.Decoder(dict[str, tuple[Widget, ...]])
@@ -59,7 +59,7 @@ _Parts = list[tuple[str, bytes, _Class]]
 class NodeCatalogs:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._at_hand: dict[str, NodeCatalog] = {}
+        self._loaded: dict[str, NodeCatalog] = {}
         self._missed_at: dict[str, float] = {}
         self._equal: dict[bytes, _Class] = {}
         """Equal classes of all catalogs, held once."""
@@ -91,7 +91,7 @@ class NodeCatalogs:
             packed = await asyncio.to_thread(_pack, worker_id, nodes.definitions)
             await self._keep(COLLECTION, worker_id, packed)
             return
-        if signature in self._at_hand and await self._is_kept(signature):
+        if signature in self._loaded and await self._is_kept(signature):
             return
         packed, found, parts = await asyncio.to_thread(_pack_shared, worker_id, nodes)
         if found != signature:
@@ -119,14 +119,14 @@ class NodeCatalogs:
         workers = self._context.fleet.workers.values()
         others = {signature_of(worker) for worker in workers if worker.worker_id != worker_id}
         if signature is not None and signature not in others:
-            self._at_hand.pop(signature, None)
+            self._loaded.pop(signature, None)
             await _remove(self._context.store.documents, SHARED_COLLECTION, signature)
 
     async def get(self, signature: str) -> NodeCatalog | None:
-        known = self._at_hand.get(signature)
+        known = self._loaded.get(signature)
         if known is None:
             now = self._context.clock.now()
-            if now < self._missed_at.get(signature, float("-inf")) + _LOOK_AGAIN_S:
+            if now < self._missed_at.get(signature, float("-inf")) + _RETRY_S:
                 return None
             packed = await self._read(SHARED_COLLECTION, signature)
             parts = None if packed is None else await asyncio.to_thread(_unpack_shared, packed)
@@ -202,7 +202,7 @@ class NodeCatalogs:
     async def _live_catalogs(self, before: frozenset[str]) -> dict[str, NodeCatalog] | None:
         """The catalogs of live workers by signature. None: the same as `before`."""
         live = self._context.fleet.signatures()
-        if before == live and all(each in self._at_hand for each in live):
+        if before == live and all(each in self._loaded for each in live):
             return None
         found = {each: catalog for each in sorted(live) if (catalog := await self.get(each)) is not None}
         return None if before == found.keys() else found
@@ -224,9 +224,9 @@ class NodeCatalogs:
 
     def _remember(self, signature: str, parts: _Parts) -> NodeCatalog:
         """Keeps the catalog in memory and shares its classes with equal ones."""
-        if len(self._at_hand) >= _MAX_AT_HAND:
+        if len(self._loaded) >= _MAX_LOADED:
             live = self._context.fleet.signatures()
-            self._at_hand = {each: found for each, found in self._at_hand.items() if each in live}
+            self._loaded = {each: found for each, found in self._loaded.items() if each in live}
             # Catalogs in memory keep what they share.
             self._equal.clear()
         definitions: dict[str, tuple[Widget, ...]] = {}
@@ -237,7 +237,7 @@ class NodeCatalogs:
                 definitions[name] = widgets
             if accepted is not None:
                 signatures[name] = accepted
-        catalog = self._at_hand[signature] = NodeCatalog(definitions, signatures)
+        catalog = self._loaded[signature] = NodeCatalog(definitions, signatures)
         self._missed_at.pop(signature, None)
         return catalog
 

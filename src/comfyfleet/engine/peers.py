@@ -80,11 +80,11 @@ class RemoteFactPoller:
     ) -> Iterator[None]:
         """Publishes the job's later facts here, whichever engine writes them. `look` runs every few seconds
         and reads the job from the store."""
-        with self._rechecks.calling(look), self._hearing_of(job_id, after):
+        with self._rechecks.calling(look), self._following(job_id, after):
             yield
 
     @contextmanager
-    def _hearing_of(self, job_id: JobId, after: int) -> Iterator[None]:
+    def _following(self, job_id: JobId, after: int) -> Iterator[None]:
         if not self._context.store.is_shared:
             yield
             return
@@ -190,12 +190,12 @@ class LatestProgress:
             self._known.pop(event.job_id, None)
 
 
-_SAY_AGAIN_S = 5.0
+_REPEAT_S = 5.0
 _WANTED_S = 15.0
 _KEEP_EVERY_S = 1.0
 _MAX_WANTED = 100_000
 _MAX_PENDING = 10_000
-_JOBS_A_MESSAGE = 1_000
+_MESSAGE_JOBS = 1_000
 _MAX_IMAGE_BYTES = 1024 * 1024
 
 _STATUSES = {
@@ -207,11 +207,11 @@ _STATUSES = {
     FactKind.PAUSED: "pending",
 }
 """The status that the run snapshot gets at its end."""
-_JUDGED = frozenset({FactKind.FAILED, FactKind.RETRYING})
+_DECIDED = frozenset({FactKind.FAILED, FactKind.RETRYING})
 """These also end runs of direct workers, which this engine did not see."""
 
 
-_WORDS = "message"
+_PRIVATE_FIELD = "message"
 """A failure message may quote the job, and every worker reads the announcements."""
 
 
@@ -355,7 +355,7 @@ class PeerBus:
 
     def _note_end(self, fact: Fact) -> None:
         status = _STATUSES.get(fact.kind)
-        if status is None or not (fact.job_id in self._workers or fact.kind in _JUDGED):
+        if status is None or not (fact.job_id in self._workers or fact.kind in _DECIDED):
             return
         worker_id = (fact.data or {}).get("worker_id") or self._workers.get(fact.job_id)
         self._note(fact.job_id, RunSnapshot(status, fact.at, worker_id))
@@ -389,8 +389,8 @@ class PeerBus:
         keep, self._to_keep = self._to_keep, {}
         if asked or is_all:
             yield peer_channel.watch()
-        for start in range(0, max(len(asked), is_all), _JOBS_A_MESSAGE):
-            yield peer_channel.say(_encoder.encode(_Wants(asked[start : start + _JOBS_A_MESSAGE], is_all)))
+        for start in range(0, max(len(asked), is_all), _MESSAGE_JOBS):
+            yield peer_channel.say(_encoder.encode(_Wants(asked[start : start + _MESSAGE_JOBS], is_all)))
         if pending:
             yield peer_channel.say(
                 _encoder.encode(
@@ -407,7 +407,7 @@ class PeerBus:
                 "event": event.kind,
                 "worker_id": event.worker_id,
                 "timestamp": event.at,
-                "data": {name: value for name, value in event.data.items() if name != _WORDS},
+                "data": {name: value for name, value in event.data.items() if name != _PRIVATE_FIELD},
             }
             yield peer_channel.announce(msgspec.json.encode(announcement))
         for job_id, notes in keep.items():
@@ -416,9 +416,9 @@ class PeerBus:
     def _arm(self) -> None:
         if self._timer is None and self._peer_channel is not None and not self._is_closed:
             clock = self._context.clock
-            self._timer = clock.call_at(clock.now() + _SAY_AGAIN_S, self._say_again)
+            self._timer = clock.call_at(clock.now() + _REPEAT_S, self._repeat)
 
-    def _say_again(self) -> None:
+    def _repeat(self) -> None:
         self._timer = None
         self._asked |= dict.fromkeys(self._fact_poller.jobs)
         self._is_asking_all = bool(self._listeners)
@@ -473,8 +473,8 @@ class PeerBus:
         jobs = list(self._fact_poller.jobs)
         for gone in self._seen.keys() - set(jobs):
             del self._seen[gone]
-        for start in range(0, len(jobs), _JOBS_A_MESSAGE):
-            some = jobs[start : start + _JOBS_A_MESSAGE]
+        for start in range(0, len(jobs), _MESSAGE_JOBS):
+            some = jobs[start : start + _MESSAGE_JOBS]
             for job_id, kept in zip(some, await self._peer_channel.kept_progress(some), strict=True):
                 if kept is None or self._seen.get(job_id) == kept:
                     continue

@@ -39,7 +39,7 @@ from comfyfleet.ports import Document, TransferableStore
 _PAGE = 20
 """Small, because a page of large payloads is in memory and in one write of the target."""
 _TRIES = 3
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 _MARK_S = 60.0
 
 
@@ -170,7 +170,7 @@ class StoreMove:
                     f"{max(last_s, 0):.0f} s",
                     leases=len(held),
                 )
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _held(self) -> list[Dispatch]:
         """The jobs under a live lease. Requeues jobs whose lease has expired."""

@@ -46,7 +46,7 @@ from comfyfleet.policy.terms import keeps_to, under_new_terms, under_terms, with
 from comfyfleet.policy.timers import wake_at
 from comfyfleet.ports import Counts
 
-_GOOD_FOR_S = 1.0
+_FRESH_S = 1.0
 
 
 class QueueCapacity:
@@ -68,7 +68,7 @@ class QueueCapacity:
     def hear(self, counts: Counts) -> None:
         self._waiting = counts.waiting + counts.delayed + counts.paused
         self._open_bytes = counts.payload_bytes
-        self._good_until = self._context.clock.monotonic() + _GOOD_FOR_S
+        self._good_until = self._context.clock.monotonic() + _FRESH_S
 
     def take(self, size: int) -> None:
         """Counts a job of this size. Refuses it if the queue is full."""
@@ -79,7 +79,7 @@ class QueueCapacity:
 
 _QUEUED = (FactDraft(FactKind.QUEUED),)
 _TRIES = 20
-_UNTIL_JUDGED_S = 60.0
+_REVIEW_S = 60.0
 
 T = TypeVar("T")
 
@@ -202,9 +202,7 @@ class Submitter:
         is_kept = tenant is None or keeps_to(job.payload, tenant)
         if not is_kept:
             # The job ends by itself if nobody ends it.
-            placed = msgspec.structs.replace(
-                placed, standing=Readiness.PAUSED, expires_at=now + _UNTIL_JUDGED_S
-            )
+            placed = msgspec.structs.replace(placed, standing=Readiness.PAUSED, expires_at=now + _REVIEW_S)
         placed = msgspec.structs.replace(placed, wake_at=wake_at(placed, now, context.rules))
         for _ in range(_TRIES):
             for each in place.classes:

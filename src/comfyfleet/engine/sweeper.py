@@ -73,7 +73,7 @@ class Sweeper:
         self._purged_at = 0.0
         self._hold_end: float | None = None
         self._attending: dict[TenantId, asyncio.Task[bool]] = {}
-        self._is_away: set[TenantId] = set()
+        self._away: set[TenantId] = set()
         """Tenants whose database was away, so that the log says it once."""
         self._is_closed = False
         context.wake_by = self.wake_by
@@ -177,8 +177,8 @@ class Sweeper:
             try:
                 await self._attend(dispatch)
             except Fault as fault:
-                if tenant not in self._is_away:
-                    self._is_away.add(tenant)
+                if tenant not in self._away:
+                    self._away.add(tenant)
                     _LOG.warning("due jobs of tenant %s wait until its database is back: %s", tenant, fault)
                 return False
             except Exception:
@@ -186,7 +186,7 @@ class Sweeper:
                     _LOG, "could not handle job %s, which is due; the next sweep tries again", dispatch.job_id
                 )
                 is_all_done = False
-        self._is_away.discard(tenant)
+        self._away.discard(tenant)
         return is_all_done
 
     async def _why(self, dispatch: Dispatch) -> str:

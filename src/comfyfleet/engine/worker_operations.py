@@ -173,7 +173,7 @@ class WorkerOperations:
         except BaseException:
             # If the poll came again, the lease belongs to the last caller.
             if self._asking.get(poll_id) is slot:
-                await asyncio.shield(self._forsake(slot))
+                await asyncio.shield(self._abandon(slot))
             raise
         finally:
             if self._asking.get(poll_id) is slot:
@@ -210,7 +210,7 @@ class WorkerOperations:
         grant = slot.answer.result()
         return None if grant is None else await self._leased_job(grant.dispatch, grant.record)
 
-    async def _forsake(self, slot: ParkedPoll) -> None:
+    async def _abandon(self, slot: ParkedPoll) -> None:
         """Requeues the job leased for an abandoned poll. A lease from another hub stays."""
         held = await self._context.store.leased_by_poll(slot.poll_id)
         lease = None if held is None else held.lease
