@@ -167,9 +167,10 @@ class Matcher:
         self._start()
 
     def _start(self) -> None:
-        is_needed = any(not self._is_served(slot) for slot in self._looking.values())
-        if is_needed and self._running is None and not self._is_closed:
-            self._running = in_background(self._run(), name="round")
+        if self._running is not None or self._is_closed:
+            return
+        if any(not self._is_served(slot) for slot in self._looking.values()):
+            self._running = in_background(self._run(), name="matching pass")
 
     async def _run(self) -> None:
         try:

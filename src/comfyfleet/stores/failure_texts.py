@@ -25,8 +25,8 @@ from comfyfleet.stores.documents import pack
 COLLECTION = "failure_texts"
 """Collection in the central store, by attempt id: texts that a hub has yet to move."""
 
-_IN_TENANT_DATABASE = "the failure text is in the tenant's database: "
-_WAITING = "the failure text waits for a hub to move it to the tenant's database: "
+_IN_TENANT_DATABASE = "what was said of it lies in its tenant's database: "
+_WAITING = "what was said of it waits for a hub to take it to its tenant's database: "
 _FAILURE_FACTS = (FactKind.FAILED, FactKind.RETRYING)
 _PUBLIC = ("kind", "worker_id", "lease", "not_before")
 """Public fields of a fact's data."""
