@@ -1,9 +1,10 @@
-# Every command sets up what it needs. Everything is installed into .venv from pinned, hash-checked
-# requirements; nothing outside this folder is touched.
+# Every command installs what it needs into .venv, from pinned and hash-checked lists, and touches nothing outside
+# this folder. `install` and `demo` need requirements/run.txt; tests and checks add requirements/dev.txt.
 
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.installed
+RUN_STAMP := .venv/.installed
+DEV_STAMP := .venv/.installed-dev
 BENCH_STAMP := .venv-bench/.installed
 PEERS_STAMP := .venv-peers/.installed
 # Tests run in more processes than there are cores: they wait for sockets and timers as much as they compute.
@@ -16,17 +17,21 @@ OPTIONS ?=
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): requirements/dev.txt pyproject.toml
+$(RUN_STAMP): requirements/run.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "ComfyFleet needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@echo "installing into .venv (once) …"
-	@$(PYTHON) -m venv .venv || { echo "could not make a virtual environment: is the venv module installed (Debian: python3-venv)?" >&2; exit 1; }
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	@$(PYTHON) -m venv .venv || { echo "Cannot make a virtual environment. Is the venv module installed (Debian: python3-venv)?" >&2; exit 1; }
+	@$(BIN)/python requirements/install.py requirements/run.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@touch $(STAMP)
+	@touch $(RUN_STAMP)
 
-install: $(STAMP) ## into .venv, once; the others do it by themselves
+$(DEV_STAMP): requirements/dev.txt $(RUN_STAMP)
+	@$(BIN)/python requirements/install.py requirements/dev.txt
+	@touch $(DEV_STAMP)
 
-demo: $(STAMP) ## a hub with fake servers at work, then yours until Ctrl-C (ONCE=1 ends by itself)
+install: $(RUN_STAMP) ## what the product needs to run, into .venv; the other commands do it too
+	@echo "ComfyFleet is installed: .venv/bin/comfyfleet --help" >&2
+
+demo: $(RUN_STAMP) ## a hub with fake servers at work, then yours until Ctrl-C (ONCE=1 ends by itself)
 	@$(BIN)/comfyfleet demo $(if $(ONCE),--once)
 
 # The programs under test start hundreds of times: their modules are compiled once, not each time.
@@ -35,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 # Every seed is fixed, the order of Python's sets too: one commit gives one result.
-test: $(STAMP) ## everything that must hold, but for the slowest; about five minutes
+test: $(DEV_STAMP) ## everything that must hold, but for the slowest; about five minutes
 	@PYTHONHASHSEED=0 $(PYTEST) -m "not slow" $(OPTIONS)
 
 # Only what `test` leaves out. Where OPTIONS names tests of which none is slow or random, there is none to run (5).
@@ -43,13 +48,13 @@ PROFILE ?= full
 test-all: test ## the same, then the slowest, and the random ones with new and more examples
 	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=$(PROFILE) $(OPTIONS) || [ $$? -eq 5 ]
 
-check: $(STAMP) ## format, lint, strict types, layers
+check: $(DEV_STAMP) ## format, lint, strict types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/tidy
 
-format: $(STAMP) ## put the code in form
+format: $(DEV_STAMP) ## put the code in form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -70,14 +75,15 @@ $(PEERS_STAMP): requirements/peers.txt
 	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r requirements/peers.txt \
 		&& touch $(PEERS_STAMP) || echo "the further peers could not be installed, see above; the run says which are missing" >&2
 
-bench: $(STAMP) $(BENCH_STAMP) $(if $(findstring --all-peers,$(OPTIONS)),$(PEERS_STAMP)) ## measure, and write bench/results.json
+bench: $(DEV_STAMP) $(BENCH_STAMP) $(if $(findstring --all-peers,$(OPTIONS)),$(PEERS_STAMP)) ## measure, and write bench/results.json
 	$(BIN)/python -m bench $(OPTIONS)
 
-chaos: $(STAMP) ## kill everything at random, for more than an hour, and write chaos/results.json
+chaos: $(DEV_STAMP) ## kill everything at random, for more than an hour, and write chaos/results.json
 	$(BIN)/python -m chaos
 
 requirements: ## pin anew (needs uv)
 	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header --extra all pyproject.toml requirements/dev.in -o requirements/dev.txt
+	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header --extra all --constraint requirements/dev.txt pyproject.toml requirements/run.in -o requirements/run.txt
 	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header requirements/bench.in -o requirements/bench.txt
 	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header requirements/peers.in -o requirements/peers.txt
 

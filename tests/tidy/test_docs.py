@@ -78,9 +78,26 @@ def test_nothing_refers_to_places_outside_the_repository() -> None:
     assert wrong == []
 
 
+def pinned(name: str) -> dict[str, set[str]]:
+    """The hashes of each pinned package, by its name and version."""
+    hashes: dict[str, set[str]] = {}
+    pin = ""
+    for line in (ROOT / "requirements" / name).read_text().splitlines():
+        if re.match(r"[a-z0-9]", line):
+            pin = line.split()[0]
+            hashes[pin] = set()
+        hashes.setdefault(pin, set()).update(re.findall(r"--hash=(sha256:[0-9a-f]{64})", line))
+    return hashes
+
+
 def test_the_pinned_requirements_are_hash_checked() -> None:
-    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
-    pins = [line for line in lines if re.match(r"[a-z0-9]", line)]
-    assert len(pins) > 10
-    assert all("==" in pin for pin in pins)
-    assert sum("--hash=sha256:" in line for line in lines) >= len(pins)
+    for name in ("run.txt", "dev.txt"):
+        pins = pinned(name)
+        assert len(pins) > 10
+        assert [pin for pin, hashes in pins.items() if "==" not in pin or not hashes] == []
+
+
+def test_what_runs_is_a_part_of_what_is_tested() -> None:
+    run, dev = pinned("run.txt"), pinned("dev.txt")
+    assert {pin: hashes for pin, hashes in run.items() if dev.get(pin) != hashes} == {}
+    assert not {pin.partition("==")[0] for pin in run} & {"mypy", "pytest", "ruff", "schemathesis"}
