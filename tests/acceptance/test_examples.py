@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.acceptance._process import CLI, ROOT, fake_servers, read_until, run_program, started, stop
+from tests.acceptance._process import CLI, ROOT, ask, fake_servers, read_until, run_program, started, stop
 from tests.acceptance.test_up import online, url_in
 
 TWO_STAGE = ROOT / "examples" / "two_stage_edit.py"
@@ -108,3 +111,33 @@ def test_two_stages_at_a_hub_and_a_picture_of_ones_own(tmp_path: Path) -> None:
         missing = run_program(sys.executable, HUB_STAGES, "nowhere.png", cwd=tmp_path, env=where)
         assert missing.returncode == 1 and "cannot read nowhere.png" in missing.stderr
         stop(process, signal.SIGTERM)
+
+
+def test_the_fastapi_app_submits_streams_progress_and_serves_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="needs the package fastapi")
+    env = {"HOME": str(tmp_path), "COMFYFLEET_OPEN": "true", "XDG_DATA_HOME": ""}
+    serve = (
+        sys.executable,
+        "-m",
+        "uvicorn",
+        "--app-dir",
+        ROOT / "examples",
+        "fastapi_app:app",
+        "--port",
+        "0",
+    )
+    with started(*CLI, "up", "--fake", "1", "--port", "0", cwd=tmp_path, env=env) as hub:
+        env["COMFYFLEET_HUB"] = url_in(online(hub))
+        # uvicorn writes its address to standard error, here to the one pipe that is read.
+        with started("sh", "-c", f"exec {shlex.join(str(part) for part in serve)} 2>&1", env=env) as app:
+            line = read_until(app, lambda line: "running on" in line)[-1]
+            url = re.findall(r"http://[\d.]+:\d+", line)[0]
+            job_id = ask(f"{url}/pictures?prompt=a+red+boat", {})["id"]
+            with urllib.request.urlopen(f"{url}/pictures/{job_id}/progress", timeout=60) as stream:
+                events = stream.read().decode()
+            with urllib.request.urlopen(f"{url}/pictures/{job_id}", timeout=60) as picture:
+                assert picture.read().startswith(b"\x89PNG")
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                ask(f"{url}/pictures/nonesuch/progress")
+    assert "event: progress" in events
+    assert "event: completed" in events.split("\n\n")[-2]
