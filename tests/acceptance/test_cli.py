@@ -122,7 +122,7 @@ def test_hash_tells_what_a_workflow_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("{", "not JSON"), ("[]", "list"), ('{"nodes": [], "links": []}', "API"), ("{}", "no nodes")],
+    [("{", "not valid JSON"), ("[]", "list"), ('{"nodes": [], "links": []}', "API"), ("{}", "no nodes")],
 )
 def test_what_is_no_workflow_is_refused_in_one_line(content: str, why: str) -> None:
     ended = run_cli("hash", "-", given=content)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tests.engine._rig import graph
 
-from comfyfleet.cli.bootstrap import attended, encrypted_by, keyring_of, master_keys, run_hub
+from comfyfleet.cli.bootstrap import run_hub
+from comfyfleet.cli.encryption_keys import attended, encrypted_by, keyring_of, master_keys
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.main import main
 from comfyfleet.cli.settings import ResolvedSettings, read_settings

@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 
 from comfyfleet.cli.exit_codes import CommandFailed
-from comfyfleet.cli.options import Settings
 from comfyfleet.cli.servers import fakes, journals, named, tell_state
 from comfyfleet.cli.settings import ResolvedSettings, read_settings
+from comfyfleet.cli.settings_schema import Settings
 from comfyfleet.pool.servers import PoolAgents
 
 

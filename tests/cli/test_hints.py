@@ -90,6 +90,6 @@ def test_a_variable_that_begins_like_ours_and_means_nothing_is_told(
 
 def test_outputs_are_saved_by_a_pattern(run: Run, workflow: Path, tmp_path: Path) -> None:
     wrong = run("submit", workflow, "--watch", "--out", "out/{jobb}")
-    assert (wrong.code, "there are {job}" in wrong.errors) == (2, True)
+    assert (wrong.code, "the fields are {job}" in wrong.errors) == (2, True)
     for command in ("submit", "run", "job watch"):
         assert "{job}_{node}_{index}{ext}" in "".join(run(*command.split(), "--help").output.split())

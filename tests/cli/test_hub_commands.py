@@ -188,7 +188,7 @@ def test_the_same_reference_is_the_same_job(run: Run, workflow: Path) -> None:
     ("content", "options", "code", "words"),
     [
         ('{"nodes": [], "links": []}', (), 3, "Export (API)"),
-        ("{", (), 3, "not JSON"),
+        ("{", (), 3, "not valid JSON"),
         (json.dumps(graph()), ("--set", "9.text=x"), 2, "no node '9'"),
         (json.dumps(graph()), ("--set", "1.text=x"), 2, "no input 'text'"),
         (json.dumps(graph()), ("--metadata", "x"), 2, "NAME=VALUE"),
@@ -215,7 +215,7 @@ def test_of_several_files_the_one_that_cannot_be_read_is_named(
     wrong.write_text("{")
     ended = run("submit", workflow, wrong)
     assert (ended.code, ended.output) == (3, "")
-    assert f"{wrong}: The workflow is not JSON" in ended.errors
+    assert f"{wrong}: The workflow is not valid JSON" in ended.errors
     wrong.write_text(json.dumps(edit()))
     ended = run("submit", workflow, wrong, "--set", "10.image=x")
     assert ended.code == 2 and f"{workflow}: the workflow has no node '10'" in ended.errors

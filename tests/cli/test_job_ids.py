@@ -10,7 +10,7 @@ import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
-from comfyfleet.cli.hub_connection import short_ids
+from comfyfleet.cli.completion import short_ids
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
-from comfyfleet.cli import live
+from comfyfleet.cli import watch
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Connector
@@ -83,7 +83,7 @@ def test_what_keeps_workers_from_work_is_seen_and_a_block_is_lifted(run: Run, wo
 def test_who_watches_is_told_of_a_block_and_of_what_is_waited_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workflow: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(live, "_POLL_S", 0.05)
+    monkeypatch.setattr(watch, "_POLL_S", 0.05)
     rules = Rules(cooldown_s=2, retry_base_s=0.02, retry_cap_s=0.05)
     with hub_with_a_worker(rules=rules, connectors={"gpu": failing_once()}) as address:
         run = runner(capfd, monkeypatch, address, str(tmp_path))
@@ -100,7 +100,7 @@ def test_who_watches_is_told_of_a_block_and_of_what_is_waited_for(
 def test_who_watches_is_told_of_a_server_that_cannot_be_reached(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workflow: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(live, "_POLL_S", 0.05)
+    monkeypatch.setattr(watch, "_POLL_S", 0.05)
     with hub_with_a_worker(connectors={"away": ComfyUI("http://127.0.0.1:9")}) as address:
         run = runner(capfd, monkeypatch, address, str(tmp_path))
         ended = run("submit", workflow, "--watch", "--timeout", "1", "--out", tmp_path / "out")

@@ -13,7 +13,7 @@ import pytest
 from comfyfleet.cli import output
 from comfyfleet.cli.hub_connection import print_json, print_table
 from comfyfleet.cli.output import LineFormatter, echo, escaped
-from comfyfleet.cli.up import JsonFormatter, TextFormatter
+from comfyfleet.cli.process import JsonFormatter, TextFormatter
 
 EVIL = "bad\x1b]0;owned\x07\r\x9b2J\u202egnp.exe\x7f"
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u202e]")

@@ -13,9 +13,10 @@ import pytest
 from comfyfleet.cli.bootstrap import RunningHub, greet, pool_urls, storage
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.hub_connection import LocalHub, read_hub, read_worker_key, write_hub, write_worker_key
-from comfyfleet.cli.options import _OPTIONS, TABLES, Level, Settings
+from comfyfleet.cli.options import _OPTIONS, Level
 from comfyfleet.cli.servers import named, tidied
 from comfyfleet.cli.settings import DEFAULT, _fields, flag_of, read_settings
+from comfyfleet.cli.settings_schema import TABLES, Settings
 from comfyfleet.cli.up import tell_of_unused_store
 from comfyfleet.files.s3_storage import S3Credentials
 from comfyfleet.hub.http.limits import HubLimits

@@ -162,7 +162,9 @@ async def test_only_workers_that_have_a_hub_are_given_files(rig: Rig) -> None:
     job_id = await rig.submit(SECOND, inputs=(JobInput("1", "image", "f_1"),))
     assert await rig.poll("direct") is None
     told = await rig.engine.explain(job_id)
-    assert any(miss.worker_id == "direct" and "does not exchange files" in miss.reason for miss in told.workers)
+    assert any(
+        miss.worker_id == "direct" and "does not exchange files" in miss.reason for miss in told.workers
+    )
     assert (await rig.take("a")).job_id == job_id
     kept = await rig.submit(requirements=Requirements(needs_files=True))
     assert await rig.poll("direct") is None

@@ -176,7 +176,7 @@ def test_another_seed_does_not_make_another_structure_unless_it_asks_for_one(
 
 def test_a_node_that_is_no_json_is_refused_as_such() -> None:
     for text in (b'{"class_type":"\xff","inputs":{}}', b'{"class_type":"\\ud800","inputs":{}}', b"nul"):
-        with pytest.raises(InvalidWorkflow, match="not JSON"):
+        with pytest.raises(InvalidWorkflow, match="not valid JSON"):
             GraphReader(5_000).read({"1": msgspec.Raw(text)}, is_own=True)
 
 

@@ -276,7 +276,7 @@ def hurt(folder: Path, file_id: str, harm: str) -> None:
         path.write_bytes(b"x" * len(PICTURE))
 
 
-@pytest.mark.parametrize(("harm", "words"), [("gone", "not there any more"), ("altered", "SHA-256")])
+@pytest.mark.parametrize(("harm", "words"), [("gone", "does not have it any more"), ("altered", "SHA-256")])
 @pytest.mark.parametrize("door", ["http", "inside"])
 async def test_a_missing_or_altered_file_fails_for_good_and_says_whose_fault(
     tmp_path: Path, harm: str, words: str, door: str

@@ -35,4 +35,4 @@ async def test_a_job_whose_key_was_destroyed_is_listed_and_says_why_it_cannot_be
         assert cancelled.status == 200, "it is a job like any other"
         retried = await rig.post(f"/api/jobs/{job_id}/retry")
         assert (retried.status, retried.code) == (409, "wrong_phase")
-        assert "cannot be read" in retried.body["detail"]
+        assert "can no longer be read" in retried.body["detail"]

@@ -418,7 +418,9 @@ async def test_a_hub_that_lacks_the_pool_a_tenant_lies_in_does_not_begin_to_move
         TENANT, lambda tenant: msgspec.structs.replace(tenant, pool="elsewhere")
     )
     refused = await rig.post(f"{ACME}/move", {"pool": "other"})
-    assert refused.code == "invalid_request" and "no tenant database 'elsewhere' here" in refused.body["detail"]
+    assert (
+        refused.code == "invalid_request" and "no tenant database 'elsewhere' here" in refused.body["detail"]
+    )
     assert (await rig.get(ACME)).body["state"] == "active"
 
 

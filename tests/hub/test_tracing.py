@@ -18,7 +18,7 @@ from tests.worker._comfyui import QUICK as QUICK_COMFYUI
 from tests.worker._comfyui import lab_fail, picture
 from tests.worker._scripted import quick, until
 
-from comfyfleet.cli import up
+from comfyfleet.cli import process
 from comfyfleet.client.client import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
@@ -44,10 +44,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What a program with the most talkative settings logs."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
-    levels = {name: logging.getLogger(name).level for name in up._TALKATIVE}
+    levels = {name: logging.getLogger(name).level for name in process._TALKATIVE}
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    up.set_up("debug", "json")
+    process.set_up("debug", "json")
     yield stream
     root.handlers[:] = before
     root.setLevel(level)
@@ -223,7 +223,7 @@ def test_a_line_for_people_says_what_it_is_about_too(
     monkeypatch: pytest.MonkeyPatch, written: io.StringIO
 ) -> None:
     monkeypatch.setattr(sys, "stderr", written)
-    up.set_up("info", "text")
+    process.set_up("info", "text")
     with about(job_id="j1", traceparent=TRACEPARENT):
         logging.getLogger("somebody").info("hello")
     assert written.getvalue().endswith(f"INFO somebody: hello [job_id=j1 trace_id={TRACE}]\n")

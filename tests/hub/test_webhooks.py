@@ -178,7 +178,8 @@ async def test_after_so_many_tries_it_is_given_up_and_can_be_sent_again(
 
 
 @pytest.mark.parametrize(
-    ("status", "attempts", "why"), [(410, 1, "wants no more"), (307, 3, "redirects are not followed")]
+    ("status", "attempts", "why"),
+    [(410, 1, "accepts no more deliveries"), (307, 3, "redirects are not followed")],
 )
 async def test_an_answer_has_its_meaning(
     rig: HubRig, receiver: Receiver, status: int, attempts: int, why: str

@@ -263,7 +263,7 @@ async def test_the_same_job_id_with_another_workflow_is_refused() -> None:
     async with fleet() as it:
         await it.pool.enqueue(text_to_image(), job_id="one")
         assert await it.pool.enqueue(text_to_image(), job_id="one") == "one"
-        with pytest.raises(Refusal, match="choose another id"):
+        with pytest.raises(Refusal, match="choose a different one"):
             await it.pool.enqueue(invert(), job_id="one")
         await it.pool.wait("one", timeout=60)
         assert sum(it.starts()) == 1

@@ -56,7 +56,7 @@ async def defect_of(url: str) -> str:
 
 async def test_a_comfyui_server_that_cannot_be_used_is_told_with_the_cause(tmp_path: Path) -> None:
     assert "connection refused. Is ComfyUI running there" in await defect_of(CLOSED)
-    assert "the host name is not known" in await defect_of(NO_NAME)
+    assert "the host name is unknown" in await defect_of(NO_NAME)
     for status in (401, 403):
         async with answering(status) as url:
             assert f"refuses our key or password (status {status})" in await defect_of(url)
@@ -101,7 +101,7 @@ async def test_the_address_of_a_comfyui_server_given_as_a_hub_is_told_as_that() 
 async def test_a_hub_that_cannot_be_used_is_told_with_the_cause() -> None:
     for url, words in (
         (CLOSED, "connection refused. Is the hub running there"),
-        (NO_NAME, "the host name is not known"),
+        (NO_NAME, "the host name is unknown"),
     ):
         async with FleetClient(url, patience_s=0) as client:
             with pytest.raises(Fault, match=f"cannot reach the hub at {url}: {words}"):

@@ -61,10 +61,10 @@ def check(config: str | None, as_json: bool) -> None:
 
     Variables that begin like ours and mean nothing are told too: mostly they are misspelled.
     """
-    from comfyfleet.cli.bootstrap import key_mistakes
+    from comfyfleet.cli.encryption_keys import key_mistakes
     from comfyfleet.cli.hub_connection import print_json
-    from comfyfleet.cli.options import PREFIX
     from comfyfleet.cli.settings import nearest, read_settings, variables
+    from comfyfleet.cli.settings_schema import PREFIX
 
     mistakes: list[CommandFailed] = []
     resolved = read_settings(config=config, mistakes=mistakes)

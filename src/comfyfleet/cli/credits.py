@@ -2,28 +2,19 @@
 
 `comfyfleet usage`: what tenants' jobs took, added up by tenant, workflow, worker and day.
 
-An export on its way to a file or to standard output, and the number of its last line.
-
 `comfyfleet reconcile`: where the store and tenants' databases differ.
 """
 
 from __future__ import annotations
 
-import csv
-import sys
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import click
-import msgspec
 
-from comfyfleet import private_files
 from comfyfleet.cli.command_help import group
-from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.output import echo
 
@@ -215,7 +206,7 @@ def statement(tenant_id: str, after: int, limit: int, as_json: bool, **flags: An
 @settings(*TO_REACH)
 def export(tenant_id: str, of: Any, form: Any, after: int, out: Path | None, **flags: Any) -> None:
     """A tenant's book line by line for accounting. Two exports join: the second goes on --after the first's last."""
-    from comfyfleet.cli.hub_connection import ask
+    from comfyfleet.cli.hub_connection import ask, save, show
 
     last = ask(
         flags,
@@ -286,50 +277,6 @@ def usage_command(
     ]
     heads = [*chosen, "rounds", "completed", "outputs", "GPU s", "credits", "cost"]
     print_table(heads, rows, empty="nothing was used in that time")
-
-
-_Pieces = AsyncGenerator[bytes, None]
-
-
-async def show(pieces: _Pieces, form: str) -> int | None:
-    return await _write(pieces, sys.stdout.buffer, form)
-
-
-async def save(out: Path, pieces: _Pieces, form: str) -> int | None:
-    """Whole or not at all."""
-    try:
-        file = private_files.create(out)
-    except FileExistsError as error:
-        raise CommandFailed(f"{out} is there already: choose another name", ExitCode.USAGE) from error
-    try:
-        with file:
-            return await _write(pieces, file, form)
-    except BaseException:
-        _drop(out)
-        raise
-
-
-def _drop(out: Path) -> None:
-    out.unlink(missing_ok=True)
-
-
-async def _write(pieces: _Pieces, file: BinaryIO, form: str) -> int | None:
-    last, ended = b"", b""
-    async with aclosing(pieces):
-        async for piece in pieces:
-            file.write(piece)
-            *whole, last = (last + piece).split(b"\n")
-            ended = next((line for line in reversed(whole) if line.strip()), ended)
-    file.flush()
-    return _number(ended, form)
-
-
-def _number(line: bytes, form: str) -> int | None:
-    """Of the last line; None of the heading, and of nothing."""
-    if form == "jsonl":
-        return int(msgspec.json.decode(line)["number"]) if line else None
-    row = next(csv.reader([line.decode()]), [])
-    return int(row[0]) if row and row[0].isdigit() else None
 
 
 @click.command("reconcile")

@@ -2,8 +2,6 @@
 
 Commands raise; `main.py` alone prints the line and exits. Every command imports this, so it imports nothing heavy.
 
-SIGINT and SIGTERM for programs that serve: the first one is a request, the second an order.
-
 The optional packages of comfyfleet: which extra brings which, and what to say where one is not installed.
 
 Every command is in every installation, so a command may find that its packages are missing. Imports nothing heavy.
@@ -11,15 +9,11 @@ Every command is in every installation, so a command may find that its packages 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.types import StringParamType
@@ -154,56 +148,6 @@ async def _until_stopped(work: Coroutine[Any, Any, T]) -> T:
         with contextlib.suppress(NotImplementedError):
             for number in heard:
                 loop.remove_signal_handler(number)
-
-
-class Signals:
-    """Use it as a context manager, inside a loop."""
-
-    def __init__(self) -> None:
-        self.came: list[int] = []
-        self._changed = asyncio.Event()
-
-    def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        for number in _heard():
-            with contextlib.suppress(NotImplementedError):  # loops of Windows know no signals
-                loop.add_signal_handler(number, self._hear, number)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        for number in _heard():
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(number)
-
-    def _hear(self, number: int) -> None:
-        self.came.append(number)
-        self._changed.set()
-
-    async def before(self, work: Coroutine[Any, Any, T], count: int) -> tuple[T] | None:
-        """What the work answers. None: so many signals came before, and it was cancelled."""
-        task = asyncio.create_task(work)
-        while len(self.came) < count:
-            self._changed.clear()
-            heard = asyncio.create_task(self._changed.wait())
-            await asyncio.wait({task, heard}, return_when=asyncio.FIRST_COMPLETED)
-            heard.cancel()
-            if task.done():
-                return (task.result(),)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return None
-
-    async def wait(self, count: int = 1) -> None:
-        while len(self.came) < count:
-            self._changed.clear()
-            await self._changed.wait()
-
-
-def _heard() -> tuple[signal.Signals, ...]:
-    return (signal.SIGINT, signal.SIGTERM)
 
 
 PACKAGES = {

@@ -1,7 +1,5 @@
 """`comfyfleet workers`: the workers of a hub, listed or told what to do. (`comfyfleet worker` is one.)
 
-What keeps a worker from work, in a line: for `workers` and `top`.
-
 `comfyfleet queue`: how much waits, and whether anything is leased.
 
 `comfyfleet dead`: the jobs that failed for good.
@@ -17,13 +15,12 @@ from typing import Any
 
 import click
 
-from comfyfleet.cli import hub_connection
+from comfyfleet.cli import completion
 from comfyfleet.cli.command_help import group
+from comfyfleet.cli.completion import whole_id
 from comfyfleet.cli.exit_codes import CommandFailed
-from comfyfleet.cli.hub_connection import whole_id
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.output import echo
-from comfyfleet.wire.answers import WorkerBody
 
 
 @group("workers", invoke_without_command=True)
@@ -53,8 +50,9 @@ def list_workers(as_json: bool, **flags: Any) -> None:
 def _print_workers(as_json: bool, flags: dict[str, Any]) -> None:
     import time
 
-    from comfyfleet.cli.hub_connection import ago, ask, print_json, print_table, rate, state_of
+    from comfyfleet.cli.hub_connection import ago, ask, notes_on, print_json, print_table, rate, state_of
     from comfyfleet.client.client import FleetClient
+    from comfyfleet.wire.answers import WorkerBody
 
     async def look(client: FleetClient) -> tuple[Sequence[WorkerBody], str]:
         return await client.workers(), client.url
@@ -87,14 +85,14 @@ def _print_workers(as_json: bool, flags: dict[str, Any]) -> None:
 
 
 @workers_command.command("show")
-@click.argument("worker_id", shell_complete=hub_connection.worker_ids)
+@click.argument("worker_id", shell_complete=completion.worker_ids)
 @as_json
 @settings(*TO_REACH)
 def show_worker(worker_id: str, as_json: bool, **flags: Any) -> None:
     """One worker, with what it offers."""
     import time
 
-    from comfyfleet.cli.hub_connection import ask, plain, print_json, state_of
+    from comfyfleet.cli.hub_connection import ask, note_on, plain, print_json, state_of
 
     worker = ask(flags, lambda client: client.worker(worker_id))
     if as_json:
@@ -113,7 +111,7 @@ def show_worker(worker_id: str, as_json: bool, **flags: Any) -> None:
 
 def _commanding(name: str, text: str, method: str, to_all: str | None = None) -> None:
     @workers_command.command(name, help=text)
-    @click.argument("worker_id", required=to_all is None, shell_complete=hub_connection.worker_ids)
+    @click.argument("worker_id", required=to_all is None, shell_complete=completion.worker_ids)
     @as_json
     @settings(*TO_REACH)
     def order(worker_id: str | None, as_json: bool, is_all: bool = False, **flags: Any) -> None:
@@ -155,7 +153,7 @@ _commanding(
 
 
 @workers_command.command("remove")
-@click.argument("worker_id", shell_complete=hub_connection.worker_ids)
+@click.argument("worker_id", shell_complete=completion.worker_ids)
 @as_json
 @settings(*TO_REACH)
 def remove(worker_id: str, as_json: bool, **flags: Any) -> None:
@@ -167,30 +165,6 @@ def remove(worker_id: str, as_json: bool, **flags: Any) -> None:
         print_json({"id": worker_id, "removed": True})
     else:
         echo(f"{worker_id} removed")
-
-
-def note_on(worker: WorkerBody, now: float) -> str:
-    """Empty: nothing does."""
-    if worker.offline_reason:
-        return f"offline: {worker.offline_reason}"
-    notes = []
-    if worker.quarantined_until is not None and now < worker.quarantined_until:
-        left_s = worker.quarantined_until - now
-        notes.append(f"quarantined for another {left_s:.0f} s: too many different workflows failed on it")
-    if worker.blocked_workflows:
-        count = worker.blocked_workflows
-        what = "1 workflow" if count == 1 else f"{count} workflows"
-        until = "until lifted"
-        if worker.blocked_until is not None:
-            first = "" if count == 1 else "the first one "
-            until = f"{first}for another {max(0.0, worker.blocked_until - now):.0f} s"
-        notes.append(f"blocked for {what}, {until} (comfyfleet blocks)")
-    return "; ".join(notes)
-
-
-def notes_on(workers: list[WorkerBody], now: float) -> list[str]:
-    """One line for each worker that something keeps from work."""
-    return [f"{worker.id}: {note}" for worker in workers if (note := note_on(worker, now))]
 
 
 @group("queue")

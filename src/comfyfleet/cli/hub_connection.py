@@ -6,26 +6,24 @@ What a program keeps in its data folder for others of the same user: where the h
 
 A file that others can read is refused: whoever can read it may have read the key.
 
-What a shell completes behind a command: the ids of jobs and workers, asked of the hub while somebody presses a key.
+What keeps a worker from work, in a line: for `workers` and `top`.
 
-Nothing is ever told here: a hub that is away, or a key that may not look, completes nothing.
-
-Ids of jobs as people write them: whole, or the beginning or the end of one, as far as that means one job.
+An export on its way to a file or to standard output, and the number of its last line.
 """
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
-import re
 import ssl
+import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-import click
 import msgspec
 
 from comfyfleet import private_files
@@ -41,12 +39,6 @@ from comfyfleet.client.discovery import HUB_FILE as HUB_FILE
 from comfyfleet.client.discovery import LocalHub as LocalHub
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.answers import WorkerBody
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
-    from comfyfleet.client.client import FleetClient
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -300,94 +292,69 @@ def ago(at: float | None, now: float) -> str:
     return f"{seconds:.0f} s"
 
 
-_MOST = 50
-_ANSWER_S = 1.0
-"""Whoever waits for a completion has typed on by then."""
+def note_on(worker: WorkerBody, now: float) -> str:
+    """Empty: nothing does."""
+    if worker.offline_reason:
+        return f"offline: {worker.offline_reason}"
+    notes = []
+    if worker.quarantined_until is not None and now < worker.quarantined_until:
+        left_s = worker.quarantined_until - now
+        notes.append(f"quarantined for another {left_s:.0f} s: too many different workflows failed on it")
+    if worker.blocked_workflows:
+        count = worker.blocked_workflows
+        what = "1 workflow" if count == 1 else f"{count} workflows"
+        until = "until lifted"
+        if worker.blocked_until is not None:
+            first = "" if count == 1 else "the first one "
+            until = f"{first}for another {max(0.0, worker.blocked_until - now):.0f} s"
+        notes.append(f"blocked for {what}, {until} (comfyfleet blocks)")
+    return "; ".join(notes)
 
 
-def job_ids(context: click.Context, _: click.Parameter, begun: str) -> list[CompletionItem]:
-    async def found(client: FleetClient) -> Sequence[tuple[str, str]]:
-        return [(job.id, job.status) for job in (await client.jobs(limit=_MOST)).jobs]
-
-    return _completed(context, begun, found)
+def notes_on(workers: list[WorkerBody], now: float) -> list[str]:
+    """One line for each worker that something keeps from work."""
+    return [f"{worker.id}: {note}" for worker in workers if (note := note_on(worker, now))]
 
 
-def worker_ids(context: click.Context, _: click.Parameter, begun: str) -> list[CompletionItem]:
-    async def found(client: FleetClient) -> Sequence[tuple[str, str]]:
-        return [(worker.id, worker.status.value) for worker in await client.workers()]
-
-    return _completed(context, begun, found)
+_Pieces = AsyncGenerator[bytes, None]
 
 
-def _completed(
-    context: click.Context,
-    begun: str,
-    found: Callable[[FleetClient], Coroutine[Any, Any, Sequence[tuple[str, str]]]],
-) -> list[CompletionItem]:
-    from click.shell_completion import CompletionItem
+async def show(pieces: _Pieces, form: str) -> int | None:
+    return await _write_export(pieces, sys.stdout.buffer, form)
 
-    from comfyfleet.cli.options import TO_REACH
 
-    flags = {name: context.params.get(name) for name in TO_REACH}
+async def save(out: Path, pieces: _Pieces, form: str) -> int | None:
+    """Whole or not at all."""
     try:
-        listed = ask(flags, found, patience_s=_ANSWER_S)
-    except Exception:
-        # A traceback between the words that somebody types helps nobody.
-        return []
-    return [CompletionItem(name, help=state) for name, state in listed if name.startswith(begun)]
+        file = private_files.create(out)
+    except FileExistsError as error:
+        raise CommandFailed(f"{out} is there already: choose another name", ExitCode.USAGE) from error
+    try:
+        with file:
+            return await _write_export(pieces, file, form)
+    except BaseException:
+        _drop(out)
+        raise
 
 
-_WHOLE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_PART = re.compile(r"[0-9a-f-]{4,35}")
-_SHOWN = 8
-"""Characters at the end of an id that a table shows: ids begin with the time, so jobs of one moment begin alike."""
-_PAGE, _PAGES = 1_000, 10
-_NAMED = 5
+def _drop(out: Path) -> None:
+    out.unlink(missing_ok=True)
 
 
-def short_ids(job_ids: Iterable[str]) -> dict[str, str]:
-    """The end of each, as long as it takes to tell them apart."""
-    every = set(job_ids)
-    for length in range(_SHOWN, 36):
-        if len({job_id[-length:] for job_id in every}) == len(every):
-            return {job_id: job_id[-length:] for job_id in every}
-    return {job_id: job_id for job_id in every}
+async def _write_export(pieces: _Pieces, file: BinaryIO, form: str) -> int | None:
+    last, ended = b"", b""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            file.write(piece)
+            *whole, last = (last + piece).split(b"\n")
+            ended = next((line for line in reversed(whole) if line.strip()), ended)
+    file.flush()
+    return _number(ended, form)
 
 
-async def whole_id(client: FleetClient, given: str) -> str:
-    """The id of the one job that is meant. What is no part of an id, or of no job, is left to the hub to refuse."""
-    part = given.lower().removeprefix("…")
-    if _WHOLE.fullmatch(part) or not _PART.fullmatch(part):
-        return given
-    found: dict[str, str] = {}
-    cursor: str | None = None
-    for _ in range(_PAGES):
-        page = await client.jobs(cursor=cursor, limit=_PAGE)
-        found |= {job.id: job.status for job in page.jobs if job.id.startswith(part) or job.id.endswith(part)}
-        cursor = page.cursor
-        if cursor is None:
-            break
-    if not found:
-        if cursor is not None:
-            raise CommandFailed(
-                f"none of the newest {_PAGE * _PAGES:,} jobs has an id that begins or ends with {given!r}: give the "
-                "whole id",
-                ExitCode.REFUSED,
-            )
-        return given
-    if len(found) > 1:
-        named = ", ".join(f"{job_id} ({status})" for job_id, status in list(found.items())[:_NAMED])
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        raise CommandFailed(
-            f"{given!r} may mean {len(found)} jobs: {named}{more}. Give more of the id", ExitCode.USAGE
-        )
-    return next(iter(found))
-
-
-def ask_about(flags: dict[str, Any], job_id: str, work: Callable[[FleetClient, str], Awaitable[T]]) -> T:
-    """`ask` about one job, by its id or a part of it."""
-
-    async def asking(client: FleetClient) -> T:
-        return await work(client, await whole_id(client, job_id))
-
-    return ask(flags, asking)
+def _number(line: bytes, form: str) -> int | None:
+    """Of the last line; None of the heading, and of nothing."""
+    if form == "jsonl":
+        return int(msgspec.json.decode(line)["number"]) if line else None
+    row = next(csv.reader([line.decode()]), [])
+    return int(row[0]) if row and row[0].isdigit() else None

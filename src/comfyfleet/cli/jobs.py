@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.types import StringParamType
 
-from comfyfleet.cli import command_help, hub_connection
+from comfyfleet.cli import command_help, completion
 from comfyfleet.cli.command_help import group
+from comfyfleet.cli.completion import ask_about, whole_id
 from comfyfleet.cli.exit_codes import OUT_HELP, OutputParam, make_folder
-from comfyfleet.cli.hub_connection import ask_about, whole_id
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.output import echo
 
@@ -33,7 +33,7 @@ def job_command() -> None:
 
 
 @job_command.command("show")
-@click.argument("job_id", shell_complete=hub_connection.job_ids)
+@click.argument("job_id", shell_complete=completion.job_ids)
 @as_json
 @settings(*TO_REACH)
 def show(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -84,7 +84,7 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
 
 
 @job_command.command("receipt")
-@click.argument("job_id", shell_complete=hub_connection.job_ids)
+@click.argument("job_id", shell_complete=completion.job_ids)
 @as_json
 @settings(*TO_REACH)
 def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -115,7 +115,7 @@ def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
 
 
 @job_command.command("watch")
-@click.argument("job_id", shell_complete=hub_connection.job_ids)
+@click.argument("job_id", shell_complete=completion.job_ids)
 @click.option(
     "-o",
     "--out",
@@ -127,7 +127,7 @@ def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
 @settings(*TO_REACH)
 def watch(job_id: str, out: OutputNames | None, as_json: bool, **flags: Any) -> None:
     """Follow a job to its end: 0 if it completed, 1 if not."""
-    from comfyfleet.cli.live import watch_jobs
+    from comfyfleet.cli.watch import watch_jobs
 
     if out is not None:
         make_folder(out.folder)
@@ -135,9 +135,7 @@ def watch(job_id: str, out: OutputNames | None, as_json: bool, **flags: Any) -> 
 
 
 @job_command.command("cancel")
-@click.argument(
-    "job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=hub_connection.job_ids
-)
+@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=completion.job_ids)
 @click.option("--reason", default="", metavar="TEXT", help="Why: told to the worker, and kept with the job.")
 @as_json
 @settings(*TO_REACH)
@@ -163,9 +161,7 @@ def cancel(job_ids: tuple[str, ...], reason: str, as_json: bool, **flags: Any) -
 
 
 @job_command.command("delete")
-@click.argument(
-    "job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=hub_connection.job_ids
-)
+@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=completion.job_ids)
 @as_json
 @settings(*TO_REACH)
 def delete(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
@@ -186,7 +182,7 @@ def delete(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
 
 
 @job_command.command("retry")
-@click.argument("job_id", shell_complete=hub_connection.job_ids)
+@click.argument("job_id", shell_complete=completion.job_ids)
 @as_json
 @settings(*TO_REACH)
 def retry(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -203,7 +199,7 @@ def retry(job_id: str, as_json: bool, **flags: Any) -> None:
 
 
 @job_command.command("explain")
-@click.argument("job_id", shell_complete=hub_connection.job_ids)
+@click.argument("job_id", shell_complete=completion.job_ids)
 @as_json
 @settings(*TO_REACH)
 def explain(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -227,7 +223,7 @@ def explain(job_id: str, as_json: bool, **flags: Any) -> None:
 
 def _changing(name: str, text: str, method: str) -> None:
     @job_command.command(name, help=text)
-    @click.argument("job_id", shell_complete=hub_connection.job_ids)
+    @click.argument("job_id", shell_complete=completion.job_ids)
     @as_json
     @settings(*TO_REACH)
     def change(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -246,7 +242,7 @@ _changing("resume", "Let a paused job run again.", "resume")
 
 
 @job_command.command("priority")
-@click.argument("job_id", shell_complete=hub_connection.job_ids)
+@click.argument("job_id", shell_complete=completion.job_ids)
 @click.argument("priority", type=click.IntRange(-1000, 1000))
 @as_json
 @settings(*TO_REACH)
@@ -375,7 +371,8 @@ async def _list(
 def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
     import time
 
-    from comfyfleet.cli.hub_connection import ago, print_table, short_ids
+    from comfyfleet.cli.completion import short_ids
+    from comfyfleet.cli.hub_connection import ago, print_table
 
     now = time.time()
     rows = [

@@ -34,7 +34,7 @@ _MODULES = {
     "submit": ("submit",),
     "jobs": ("jobs", "job"),
     "fleet": ("queue", "dead", "workers", "blocks"),
-    "live": ("top",),
+    "top": ("top",),
     "store": ("store", "encryption"),
     "keys": ("key", "audit"),
     "tenants": ("tenant",),
@@ -105,8 +105,8 @@ def _tell_of_unknown_variables(session: _Session, command: str | None) -> None:
     ours = [name for name, value in os.environ.items() if name.startswith("COMFYFLEET_") and value]
     if not ours or session.wants_json or command in ("config", "completion"):
         return
-    from comfyfleet.cli.options import ELSEWHERE, PREFIX
     from comfyfleet.cli.settings import nearest, variables
+    from comfyfleet.cli.settings_schema import ELSEWHERE, PREFIX
 
     known = variables()
     for name in sorted(set(ours) - ELSEWHERE - set(known)):

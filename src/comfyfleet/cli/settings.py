@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
-from comfyfleet.cli.options import (
+from comfyfleet.cli.options import level_of
+from comfyfleet.cli.settings_schema import (
     ADDRESSES,
     CREDENTIALS,
     ELSEWHERE,
@@ -41,9 +42,8 @@ from comfyfleet.cli.options import (
     EncryptionSettings,
     S3Settings,
     Settings,
-    level_of,
 )
-from comfyfleet.cli.options import CAPS as CAPS
+from comfyfleet.cli.settings_schema import CAPS as CAPS
 from comfyfleet.client.discovery import usual_data
 from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.hub.http.proxies import TrustedProxies

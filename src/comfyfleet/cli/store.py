@@ -393,7 +393,8 @@ def shred(tenant: str, yes: bool, **flags: Any) -> None:
 
 
 def _with_keyring(flags: dict[str, Any], work: Callable[[Keyring], Awaitable[T]]) -> T:
-    from comfyfleet.cli.bootstrap import embedded_store, keyring_of
+    from comfyfleet.cli.bootstrap import embedded_store
+    from comfyfleet.cli.encryption_keys import keyring_of
     from comfyfleet.cli.settings import read_settings
     from comfyfleet.engine.system import SystemClock
     from comfyfleet.stores.factory import open_store

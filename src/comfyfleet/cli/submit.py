@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
 
-from comfyfleet.cli import command_help, hub_connection
+from comfyfleet.cli import command_help, completion
 from comfyfleet.cli.command_help import GroupedOption
 from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, ExitCode, OutputParam, about, make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
@@ -95,7 +95,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "after",
         "JOB",
         "Wait until this job has completed, by its id or reference.",
-        shell_complete=hub_connection.job_ids,
+        shell_complete=completion.job_ids,
     ),
     _option(
         WHEN,
@@ -164,7 +164,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "workers",
         "WORKER",
         "This worker alone, or another one named so.",
-        shell_complete=hub_connection.worker_ids,
+        shell_complete=completion.worker_ids,
     ),
     _many(
         NEEDS,
@@ -172,7 +172,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "exclude_workers",
         "WORKER",
         "Not this worker.",
-        shell_complete=hub_connection.worker_ids,
+        shell_complete=completion.worker_ids,
     ),
     _many(
         WISHES,
@@ -180,7 +180,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "prefer_workers",
         "WORKER",
         "This worker.",
-        shell_complete=hub_connection.worker_ids,
+        shell_complete=completion.worker_ids,
     ),
     _many(WISHES, "--prefer-model", "prefer_models", "FILE", "A worker that has this model loaded."),
     _option(WISHES, "--prefer-quality", metavar="LEVEL", help="A worker that offers this quality level."),
@@ -389,7 +389,7 @@ def submit_command(
             client, graphs, options, reference, as_json=as_json and not watch, is_told=not watch
         )
         if watch:
-            from comfyfleet.cli.live import watch_jobs
+            from comfyfleet.cli.watch import watch_jobs
 
             await watch_jobs(client, job_ids, out, as_json, previews)
 
@@ -422,7 +422,7 @@ async def _submit(
     is_told: bool,
 ) -> list[str]:
     from comfyfleet.cli.hub_connection import print_json
-    from comfyfleet.cli.live import ProgressBar
+    from comfyfleet.cli.watch import ProgressBar
     from comfyfleet.model.errors import Refusal
 
     if len(graphs) == 1:

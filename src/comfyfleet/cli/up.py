@@ -3,28 +3,17 @@
 Parses and composes; the hub is `bootstrap.py`'s, the servers are `servers.py`'s.
 
 `comfyfleet hub`: the hub alone, on a store. Workers come over HTTP, or work directly on the store.
-
-Logs on standard error: lines for people, or an object a line for machines, each with what it is about.
-
-Whoever logs says what happened; request, trace, job, attempt and worker come from `tracing.py`. Keys and passwords are
-struck out here once more, whoever let them slip in.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-import sys
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from comfyfleet import tracing
 from comfyfleet.cli import command_help
 from comfyfleet.cli.exit_codes import Terminated
 from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
-from comfyfleet.cli.output import LineFormatter, echo, escaped
+from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,6 +63,7 @@ def up_command(config: str | None, fake_beside_real: bool, **flags: Any) -> None
     """
     from comfyfleet.cli.exit_codes import require
     from comfyfleet.cli.hub_connection import keep_private
+    from comfyfleet.cli.process import set_up
     from comfyfleet.cli.settings import read_settings
 
     # What others mean by REDIS_URL is no reason to keep the jobs there.
@@ -89,7 +79,7 @@ def up_command(config: str | None, fake_beside_real: bool, **flags: Any) -> None
 
 def tell_of_unused_store(resolved: ResolvedSettings, environment: Mapping[str, str]) -> None:
     """Whoever has set such a variable for this program expects its jobs there."""
-    from comfyfleet.cli.options import OLD_NAMES
+    from comfyfleet.cli.settings_schema import OLD_NAMES
 
     others = [name for name in OLD_NAMES["store"] if environment.get(name)]
     if others and resolved.values.store is None:
@@ -113,7 +103,7 @@ async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequenc
     from contextlib import AsyncExitStack
 
     from comfyfleet.cli.bootstrap import greet, run_hub
-    from comfyfleet.cli.exit_codes import Signals
+    from comfyfleet.cli.process import Signals
     from comfyfleet.cli.servers import declared_in, declaring, fakes, journals, named, tell_state
     from comfyfleet.pool.servers import PoolAgents
     from comfyfleet.worker.settings import AgentSettings
@@ -220,6 +210,7 @@ def hub_command(config: str | None, **flags: Any) -> None:
     """
     from comfyfleet.cli.exit_codes import require
     from comfyfleet.cli.hub_connection import keep_private
+    from comfyfleet.cli.process import set_up
     from comfyfleet.cli.settings import read_settings
 
     require("hub")
@@ -235,7 +226,7 @@ async def _run_hub(resolved: ResolvedSettings) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
     from comfyfleet.cli.bootstrap import greet, run_hub
-    from comfyfleet.cli.exit_codes import Signals
+    from comfyfleet.cli.process import Signals
 
     with Signals() as signals:
         async with AsyncExitStack() as stack:
@@ -244,58 +235,3 @@ async def _run_hub(resolved: ResolvedSettings) -> Sequence[int]:
                 greet(entered[0], resolved)
                 await signals.wait()
     return signals.came
-
-
-_SECRETS = (
-    (re.compile(r"\b(cf[a-z]_)[\w-]{4,}"), r"\1…"),
-    (re.compile(r"(?i)\b(bearer|basic) [\w.~+/=-]+"), r"\1 …"),
-    (re.compile(r"(?i)([?&](?:token|key|signature)=)[^&\s\"']+"), r"\1…"),
-    (re.compile(r"(\w://)[^/@\s\"']+@"), r"\1…@"),
-    (re.compile(r"""(["']?token["']?\s*[:=]\s*["'])[^"']+"""), r"\1…"),
-)
-_TALKATIVE = ("asyncio", "uvicorn", "websockets", "aiohttp", "multipart")
-"""Below warnings these tell of sockets and frames, with all that is in them."""
-
-
-def struck_out(text: str) -> str:
-    for form, instead in _SECRETS:
-        text = form.sub(instead, text)
-    return text
-
-
-class TextFormatter(LineFormatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def _struck_out(self, text: str) -> str:
-        return struck_out(text)
-
-    def _about(self) -> str:
-        about = " ".join(f"{name}={value}" for name, value in tracing.fields().items())
-        return f" [{about}]" if about else ""
-
-
-class JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
-            "at": record.created,
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": struck_out(record.getMessage()),
-            **tracing.fields(),
-        }
-        if record.exc_info:
-            told["traceback"] = struck_out(self.formatException(record.exc_info))
-        return escaped(msgspec.json.encode(told).decode(), is_line=True)
-
-
-def set_up(level: str, format_: str) -> None:
-    """In place of what was set up before; debugging, once asked for, stays."""
-    root = logging.getLogger()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if format_ == "json" else TextFormatter())
-    is_debugging = root.level == logging.DEBUG
-    root.handlers[:] = [handler]
-    root.setLevel(logging.DEBUG if is_debugging else level.upper())
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.WARNING)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.command_help import group
-from comfyfleet.cli.hub_connection import whole_id
+from comfyfleet.cli.completion import whole_id
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.output import echo
 

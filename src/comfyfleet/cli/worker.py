@@ -20,8 +20,8 @@ from comfyfleet.cli.up import ended
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from comfyfleet.cli.exit_codes import Signals
     from comfyfleet.cli.hub_connection import HubTarget
+    from comfyfleet.cli.process import Signals
     from comfyfleet.cli.settings import ResolvedSettings
     from comfyfleet.model.worker import Capabilities
     from comfyfleet.pool.options import Server
@@ -79,9 +79,9 @@ def worker_command(
     import asyncio
 
     from comfyfleet.cli.hub_connection import keep_private, read_hub, tighten_data_folder
+    from comfyfleet.cli.process import set_up
     from comfyfleet.cli.servers import declared_in, named, tidied, with_services
     from comfyfleet.cli.settings import read_settings
-    from comfyfleet.cli.up import set_up
 
     flags |= _read_rules(changes)
     resolved = read_settings(flags, config=config)
@@ -149,7 +149,7 @@ async def _work(
     resolved: ResolvedSettings, servers: list[Server], simulated: Sequence[float], declared: Capabilities
 ) -> Sequence[int]:
     """Answers which signals came."""
-    from comfyfleet.cli.exit_codes import Signals
+    from comfyfleet.cli.process import Signals
     from comfyfleet.cli.servers import declaring, fakes, this_process
 
     chosen = resolved.values
@@ -169,7 +169,7 @@ async def _work(
 async def _work_on_store(
     resolved: ResolvedSettings, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
-    from comfyfleet.cli.bootstrap import worker_encryption
+    from comfyfleet.cli.encryption_keys import worker_encryption
     from comfyfleet.cli.servers import journals, tell_state
     from comfyfleet.pool.servers import StoreWorkers
     from comfyfleet.worker.settings import AgentSettings

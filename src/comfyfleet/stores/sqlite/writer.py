@@ -226,7 +226,7 @@ class Writer:
     def _failed(self, batch: Batch, error: Exception) -> None:
         behind, self._open, self._is_scheduled = self._open, Batch(), False
         fault = Fault(
-            f"the store could not write: {error}. Nothing of this call was written; free space on its disk or check "
+            f"the store could not write: {error}. This was not written; free space on its disk or check "
             "its permissions, and try again"
         )
         try:
