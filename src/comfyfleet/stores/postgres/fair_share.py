@@ -142,7 +142,7 @@ async def begin_to_wait(step: SqlStep, tenant: TenantId) -> None:
         step.add(_START, (tenant, _start(await _everyone(step), tenant)))
 
 
-class Charge(msgspec.Struct, frozen=True):
+class LeaseCharge(msgspec.Struct, frozen=True):
     """The cost of a lease in virtual time."""
 
     tenant: TenantId
@@ -162,7 +162,7 @@ class Standings:
     def __getitem__(self, tenant: TenantId) -> TenantShare:
         return self._known[tenant]
 
-    async def lease(self, tenant: TenantId, offer: LeaseOffer) -> Charge:
+    async def lease(self, tenant: TenantId, offer: LeaseOffer) -> LeaseCharge:
         share, start = self._known[tenant], None
         if share.is_behind:
             if self._everyone is None:
@@ -172,10 +172,10 @@ class Standings:
         by = offer.charge_s / share.weight
         share = msgspec.structs.replace(share.charged(by), leased=share.leased + 1)
         self._known[tenant] = msgspec.structs.replace(share, is_behind=share.is_at_cap)
-        return Charge(tenant, by, start)
+        return LeaseCharge(tenant, by, start)
 
 
-def take(step: SqlStep, charge: Charge) -> float:
+def take(step: SqlStep, charge: LeaseCharge) -> float:
     """Called under the lock, with the lease. Returns the charge."""
     step.add(_LEASED, {"tenant": charge.tenant, "by": charge.by, "start": charge.start})
     return charge.by

@@ -17,7 +17,7 @@ from comfyfleet.model.tenant import TenantShare
 from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres import fair_share, lanes, rows
 from comfyfleet.stores.postgres.connections import SqlStep
-from comfyfleet.stores.postgres.fair_share import Charge, Standings
+from comfyfleet.stores.postgres.fair_share import LeaseCharge, Standings
 from comfyfleet.stores.postgres.lanes import LaneQuery, LaneView
 
 # How many more jobs a lease looks at than it needs. More only if others take all of those.
@@ -258,7 +258,7 @@ class _Line(msgspec.Struct):
 class _Choice(msgspec.Struct, frozen=True):
     job_id: JobId
     lane_id: int
-    charge: Charge
+    charge: LeaseCharge
 
 
 async def _take_in_turn(
