@@ -145,7 +145,7 @@ async def test_a_payload_that_could_mean_two_workflows_is_refused(payload: dict[
         for body in ({"payload": payload}, {"workflow": payload}):
             answer = await rig.post("/api/jobs", body)
             assert (answer.status, answer.code) == (400, "invalid_request"), answer.body
-            assert "two workflows" in answer.body["detail"]
+            assert "send one workflow" in answer.body["detail"]
 
 
 async def test_nodes_may_have_the_names_of_fields() -> None:

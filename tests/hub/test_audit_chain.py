@@ -154,7 +154,9 @@ async def test_an_entry_that_was_removed_is_missed(place: int) -> None:
     await log.fill()
     await log.remove((await log.names())[place])
     (problem,) = (await verified(log.audit)).problems
-    assert ("up to entry 1 is missing" if place == 0 else f"entries {place + 1} to {place + 1} of") in problem
+    assert (
+        "is missing entries up to 1," if place == 0 else f"entries {place + 1} to {place + 1} of"
+    ) in problem
 
 
 async def test_entries_that_were_swapped_are_found() -> None:
@@ -174,7 +176,7 @@ async def test_an_end_that_was_cut_off_is_found_by_who_noted_it_also_after_the_l
         await log.remove(name)
     assert (await verified(log.audit)).problems == [], "nothing in the log itself can tell"
     (problem,) = (await verified(log.audit, noted=head)).problems
-    assert "noted entry 24 is not in the log" in problem
+    assert "does not contain the noted entry 24" in problem
     # A hub that was there goes on where it was, and leaves the gap to be seen; one that is new does not know.
     await change(log.audit, "later")
     assert "entries 22 to 24 of" in (await verified(log.audit)).problems[0]
@@ -214,7 +216,7 @@ async def test_what_is_forgotten_in_time_leaves_a_log_that_still_holds() -> None
     # The entry that tells of it is part of the chain: without it, a beginning that is missing has no excuse.
     names = await log.names()
     await log.remove(names[-1])
-    assert "up to entry 10 is missing" in (await verified(log.audit)).problems[0]
+    assert "is missing entries up to 10," in (await verified(log.audit)).problems[0]
 
 
 async def test_a_forgetting_that_was_interrupted_is_no_tampering() -> None:

@@ -24,9 +24,10 @@ from comfyfleet.wire.routes import ROUTES
 
 DOCUMENT = document(ROUTES, "1")
 OPERATIONS = [
-    (method.upper(), path, operation)
+    (method.upper(), each, operation)
     for path, methods in DOCUMENT["paths"].items()
     for method, operation in methods.items()
+    for each in (path, *operation.get("x-aliases", ()))
 ]
 OPEN_TO_ALL = {
     "GET /health",

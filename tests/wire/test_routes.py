@@ -83,7 +83,11 @@ def test_statuses_are_understood_from_every_face() -> None:
 def test_the_document_names_every_door_and_no_schema_is_missing() -> None:
     found = document(ROUTES, "1")
     text = msgspec.json.encode(found).decode()
-    assert {path for route in ROUTES for path in route.paths} == found["paths"].keys()
+    assert {route.path for route in ROUTES} == found["paths"].keys()
+    for route in ROUTES:
+        operation = found["paths"][route.path][route.method.lower()]
+        assert tuple(operation.get("x-aliases", ())) == route.aliases
+        assert all(f"`{alias}`" in operation["description"] for alias in route.aliases)
     assert found["openapi"] == "3.1.0"
     for name in found["components"]["schemas"]:
         assert f"#/components/schemas/{name}" in text

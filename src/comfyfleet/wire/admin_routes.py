@@ -1,13 +1,4 @@
-"""The rows of the table of routes that are about files: announced by a key or a lease, moved by signed links.
-
-The rows of the table of routes that are about keys, enrolment and the audit log.
-
-The rows of the table of routes that are about the hub itself: whether it serves, figures, a page, this protocol.
-
-The rows of the table of routes that are about tenants and their money.
-
-The rows of the table of routes that are about webhooks: standing ones, the secret that signs, and deliveries.
-"""
+"""Routes for files, keys, the audit log, the hub itself, tenants, credits and webhooks. `routes.py` has the others."""
 
 from __future__ import annotations
 
@@ -38,7 +29,7 @@ FILES = of_noun(
         "create_file",
         "POST",
         "/api/files",
-        "Announce a file; the answer has a link to PUT it to. As a form (`curl -F file=@x.png`): send it whole",
+        "Announce a file; the answer has a link for PUT. Or upload it in one request as a form (`curl -F file=@x.png`)",
         CALLERS,
         body=files.FileBody,
         takes_form=True,
@@ -48,7 +39,7 @@ FILES = of_noun(
     get_route(
         "list_files",
         "/api/files",
-        "List files, the oldest first",
+        "List files, oldest first",
         READERS,
         files.FileList,
         query=files.FilesQuery,
@@ -57,18 +48,22 @@ FILES = of_noun(
         "delete_file",
         "DELETE",
         "/api/files/{file_id}",
-        "Delete a file with its thumbnails; refused while a job that has not ended needs it",
+        "Delete a file and its thumbnails; refused while an open job needs it",
         CALLERS,
         answers={204: None},
         refuses=(RefusalCode.WRONG_PHASE,),
     ),
     get_route(
-        "get_file", "/api/files/{file_id}", "What is known of a file, with a link", READERS, files.FileDetails
+        "get_file",
+        "/api/files/{file_id}",
+        "Get a file's record with a link to its content",
+        READERS,
+        files.FileDetails,
     ),
     get_route(
         "list_derived",
         "/api/files/{file_id}/derived",
-        "What was made from a file, the oldest first",
+        "List the files that were made from a file, oldest first",
         READERS,
         files.FileList,
         query=bodies.PageQuery,
@@ -76,7 +71,7 @@ FILES = of_noun(
     get_route(
         "get_thumbnail",
         "/api/files/{file_id}/thumbnail",
-        "A small picture of a picture: a file of its own, with a link",
+        "Get a thumbnail of a picture: a file with its own link",
         READERS,
         files.FileView,
         query=files.ThumbnailQuery,
@@ -85,7 +80,7 @@ FILES = of_noun(
     post_route(
         "complete_file",
         "/api/files/{file_id}/complete",
-        "Say that a file is whole; it is compared with what was announced",
+        "Complete an upload: the hub compares the file with its announcement",
         CALLERS,
         files.FileView,
         refuses=(RefusalCode.INVALID_REQUEST, RefusalCode.WRONG_PHASE),
@@ -93,7 +88,7 @@ FILES = of_noun(
     post_route(
         "part_links",
         "/api/files/{file_id}/parts",
-        "Links to PUT parts of a large file to, each bound to its SHA-256",
+        "Get links for the parts of a large file; each link is bound to the SHA-256 of its part",
         CALLERS,
         files.PartGrants,
         body=files.PartsBody,
@@ -104,7 +99,7 @@ FILES = of_noun(
         "put_content",
         "PUT",
         "/api/files/{file_id}/content",
-        "The bytes of a file, by its link",
+        "Upload the bytes of a file with its link",
         ANYBODY,
         query=files.LinkQuery,
         takes_bytes=True,
@@ -115,7 +110,7 @@ FILES = of_noun(
         "get_content",
         "GET",
         "/api/files/{file_id}/content",
-        "The bytes of a file, by its link; ranges are served",
+        "Download the bytes of a file with its link; ranges are supported",
         ANYBODY,
         query=files.LinkQuery,
         answers={200: bytes, 206: bytes, 304: None, 416: None},
@@ -124,7 +119,7 @@ FILES = of_noun(
     post_route(
         "worker_grants",
         "/api/worker/grants",
-        "Links to PUT to what a run left, asked for with its lease",
+        "Get upload links for the outputs of a run, with its lease",
         WORKERS,
         files.FileGrants,
         body=files.GrantsBody,
@@ -134,7 +129,7 @@ FILES = of_noun(
     post_route(
         "worker_parts",
         "/api/worker/parts",
-        "Links to PUT parts of a large file that a run left to, asked for with its lease",
+        "Get upload links for the parts of a large output, with its lease",
         WORKERS,
         files.PartGrants,
         body=files.WorkerPartsBody,
@@ -149,24 +144,34 @@ _PHASE = (RefusalCode.WRONG_PHASE,)
 KEYS = of_noun(
     "keys",
     get_route(
-        "list_keys", "/api/keys", "Every key, without its secret", ADMIN, keys.KeyList, query=bodies.PageQuery
+        "list_keys",
+        "/api/keys",
+        "List keys, without their secrets",
+        ADMIN,
+        keys.KeyList,
+        query=bodies.PageQuery,
     ),
     Route(
         "create_key",
         "POST",
         "/api/keys",
-        "Make a key; it is shown once",
+        "Create a key; the answer is the only one that shows it",
         ADMIN,
         body=keys.KeyBody,
         answers={201: keys.CreatedKey},
     ),
     Route(
-        "revoke_key", "DELETE", "/api/keys/{key_id}", "End a key at once", ADMIN, answers={200: keys.KeyView}
+        "revoke_key",
+        "DELETE",
+        "/api/keys/{key_id}",
+        "Revoke a key at once",
+        ADMIN,
+        answers={200: keys.KeyView},
     ),
     post_route(
         "rotate_key",
         "/api/keys/{key_id}/rotate",
-        "Give a key a new secret, shown once",
+        "Give a key a new secret; the answer is the only one that shows it",
         ADMIN,
         keys.CreatedKey,
         refuses=_PHASE,
@@ -176,7 +181,7 @@ KEYS = of_noun(
     get_route(
         "list_enrolments",
         "/api/enrolments",
-        "Every enrolment token, without its secret",
+        "List enrolment tokens, without their secrets",
         OPERATORS,
         keys.EnrolmentList,
         query=bodies.PageQuery,
@@ -185,7 +190,7 @@ KEYS = of_noun(
         "create_enrolment",
         "POST",
         "/api/enrolments",
-        "Make a token with which workers fetch keys of their own",
+        "Create an enrolment token, with which workers get their own keys",
         OPERATORS,
         body=keys.EnrolmentBody,
         is_body_optional=True,
@@ -195,14 +200,14 @@ KEYS = of_noun(
         "revoke_enrolment",
         "DELETE",
         "/api/enrolments/{token_id}",
-        "End an enrolment token at once; keys that it gave stay",
+        "Revoke an enrolment token at once; keys that it created stay valid",
         OPERATORS,
         answers={204: None},
     ),
     post_route(
         "worker_rotate",
         "/api/worker/rotate",
-        "Give the key this is called with a new secret, shown once",
+        "Give the key of this request a new secret; the answer is the only one that shows it",
         WORKERS,
         keys.CreatedKey,
         refuses=(*_PHASE, RefusalCode.NOT_FOUND),
@@ -212,7 +217,7 @@ KEYS = of_noun(
     get_route(
         "list_audit",
         "/api/audit",
-        "Who changed what, in order of time",
+        "List the audit log, oldest entry first",
         ADMIN,
         keys.AuditList,
         query=keys.AuditQuery,
@@ -226,29 +231,29 @@ HUB = of_noun(
         "health",
         "GET",
         "/health",
-        "Whether the hub serves",
+        "Check whether the hub is ready to serve",
         ANYBODY,
         aliases=("/health/ready",),
         answers={200: answers.HealthBody, 503: answers.HealthBody},
     ),
-    get_route("live", "/health/live", "Whether the process lives", ANYBODY, answers.HealthBody),
-    get_route("metrics", "/metrics", "Figures in the text format of Prometheus", LOOKERS, str),
+    get_route("live", "/health/live", "Check whether the process is alive", ANYBODY, answers.HealthBody),
+    get_route("metrics", "/metrics", "Get metrics in the text format of Prometheus", LOOKERS, str),
     Route(
         "status_page",
         "GET",
         "/",
-        "The fleet on a page for people",
+        "Show the fleet on a web page",
         READERS,
         answers={200: None},
         takes_token=True,
         is_page=True,
     ),
-    get_route("openapi", "/openapi.json", "This protocol as OpenAPI 3.1", ANYBODY, dict[str, Any]),
+    get_route("openapi", "/openapi.json", "Get this API as an OpenAPI 3.1 document", ANYBODY, dict[str, Any]),
 )
 
 
 PAYERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT})
-"""Who sees money: a tenant its own."""
+"""These roles see credits; a tenant sees only its own."""
 
 
 TENANTS = of_noun(
@@ -256,7 +261,7 @@ TENANTS = of_noun(
     get_route(
         "list_tenants",
         "/api/tenants",
-        "Tenants that were set up, by their ids",
+        "List tenants by id",
         OPERATORS,
         tenants.TenantList,
         query=bodies.PageQuery,
@@ -265,19 +270,21 @@ TENANTS = of_noun(
         "create_tenant",
         "POST",
         "/api/tenants",
-        "Set up a tenant whose jobs, files and credits lie in a database pool",
+        "Create a tenant with a tenant database for its jobs, files and credits",
         ADMIN,
         body=tenants.TenantBody,
         max_bytes=LISTED_BYTES,
         answers={201: tenants.TenantView},
         refuses=(RefusalCode.DUPLICATE_DIFFERS,),
     ),
-    get_route("get_tenant", "/api/tenants/{tenant_id}", "A tenant's settings", OPERATORS, tenants.TenantView),
+    get_route(
+        "get_tenant", "/api/tenants/{tenant_id}", "Get a tenant's settings", OPERATORS, tenants.TenantView
+    ),
     Route(
         "change_tenant",
         "PATCH",
         "/api/tenants/{tenant_id}",
-        "Change what is said of a tenant; the rest stays as it is",
+        "Change settings of a tenant; fields that are left out stay as they are",
         ADMIN,
         body=tenants.TenantChange,
         max_bytes=LISTED_BYTES,
@@ -287,7 +294,7 @@ TENANTS = of_noun(
     post_route(
         "suspend_tenant",
         "/api/tenants/{tenant_id}/suspend",
-        "Take nothing new of it and lease nothing of it; what runs may end",
+        "Suspend a tenant: no new jobs and no new leases; running jobs may end",
         ADMIN,
         tenants.TenantView,
         refuses=_PHASE,
@@ -295,7 +302,7 @@ TENANTS = of_noun(
     post_route(
         "resume_tenant",
         "/api/tenants/{tenant_id}/resume",
-        "Let a suspended tenant work again",
+        "Resume a suspended tenant",
         ADMIN,
         tenants.TenantView,
         refuses=_PHASE,
@@ -304,7 +311,7 @@ TENANTS = of_noun(
         "move_tenant",
         "POST",
         "/api/tenants/{tenant_id}/move",
-        "Move everything of it to another pool; until it is there nothing new is taken",
+        "Move a tenant to another database; it accepts no new jobs during the move",
         ADMIN,
         body=tenants.MoveBody,
         answers={202: tenants.TenantView},
@@ -314,7 +321,7 @@ TENANTS = of_noun(
         "delete_tenant",
         "DELETE",
         "/api/tenants/{tenant_id}",
-        "Delete it with its keys, jobs, files, webhooks and credits; it is gone when it is not found any more",
+        "Delete a tenant with its keys, jobs, files, webhooks and credits. The deletion is done when `GET` answers 404",
         ADMIN,
         query=tenants.DeleteQuery,
         answers={202: tenants.TenantView},
@@ -326,14 +333,14 @@ CREDITS = of_noun(
     get_route(
         "balance",
         "/api/tenants/{tenant_id}/balance",
-        "What a tenant has, what of it is held, what is pending",
+        "Get a tenant's balance, held credits and pending credits",
         PAYERS,
         money.BalanceView,
     ),
     get_route(
         "statement",
         "/api/tenants/{tenant_id}/statement",
-        "The entries of a tenant's book, in their order",
+        "List the entries of a tenant's ledger in their order",
         PAYERS,
         money.StatementView,
         query=money.StatementQuery,
@@ -341,7 +348,7 @@ CREDITS = of_noun(
     get_route(
         "list_grants",
         "/api/tenants/{tenant_id}/grants",
-        "What was granted, pending and void ones included",
+        "List grants, pending and void ones included",
         PAYERS,
         money.GrantList,
         query=bodies.PageQuery,
@@ -350,7 +357,7 @@ CREDITS = of_noun(
         "grant_credits",
         "POST",
         "/api/tenants/{tenant_id}/grants",
-        "Give credits; the same id again is answered, and not given twice",
+        "Grant credits; a repeat with the same id returns the first grant",
         ADMIN,
         body=money.GrantBody,
         answers={201: money.GrantView, 200: money.GrantView},
@@ -359,7 +366,7 @@ CREDITS = of_noun(
     post_route(
         "confirm_grant",
         "/api/tenants/{tenant_id}/grants/{grant_id}/confirm",
-        "A pending grant may be spent from now on",
+        "Confirm a pending grant; its credits can be spent from now on",
         ADMIN,
         money.GrantView,
         refuses=_PHASE,
@@ -367,7 +374,7 @@ CREDITS = of_noun(
     post_route(
         "void_grant",
         "/api/tenants/{tenant_id}/grants/{grant_id}/void",
-        "A pending grant comes to nothing",
+        "Void a pending grant",
         ADMIN,
         money.GrantView,
         refuses=_PHASE,
@@ -376,7 +383,7 @@ CREDITS = of_noun(
         "adjust_credits",
         "POST",
         "/api/tenants/{tenant_id}/adjustments",
-        "Put a book right by another entry, up or down",
+        "Correct a ledger by an additional entry, up or down",
         ADMIN,
         body=money.AdjustBody,
         answers={201: money.BalanceView, 200: money.BalanceView},
@@ -385,7 +392,7 @@ CREDITS = of_noun(
     get_route(
         "usage",
         "/api/usage",
-        "What ended rounds took: GPU-seconds, credits and, for operators, cost, by tenant, workflow, worker and day",
+        "Get the usage of ended rounds (GPU-seconds, credits, for operators cost) by tenant, workflow, worker and day",
         PAYERS,
         money.UsageList,
         query=money.UsageQuery,
@@ -394,7 +401,7 @@ CREDITS = of_noun(
     get_route(
         "export_credits",
         "/api/tenants/{tenant_id}/export",
-        "A tenant's book, or what each of its rounds took, line by line for accounting",
+        "Export a tenant's ledger, or the usage of each of its rounds, line by line",
         PAYERS,
         bytes,
         query=money.ExportQuery,
@@ -402,7 +409,7 @@ CREDITS = of_noun(
     get_route(
         "job_receipt",
         "/api/jobs/{job_id}/receipt",
-        "What a job was held for and what it cost, round by round",
+        "Get what was held and charged for a job, round by round",
         PAYERS,
         money.ReceiptView,
     ),
@@ -414,7 +421,7 @@ WEBHOOKS = of_noun(
     get_route(
         "list_webhooks",
         "/api/webhooks",
-        "Standing webhooks",
+        "List standing webhooks",
         READERS,
         webhooks.WebhookList,
         query=bodies.PageQuery,
@@ -423,7 +430,7 @@ WEBHOOKS = of_noun(
         "create_webhook",
         "POST",
         "/api/webhooks",
-        "Have facts of every job that is submitted from now on delivered to a URL",
+        "Create a webhook that receives events of every job submitted from now on",
         CALLERS,
         body=webhooks.SubscriptionBody,
         answers={201: webhooks.WebhookView},
@@ -432,7 +439,7 @@ WEBHOOKS = of_noun(
         "change_webhook",
         "PATCH",
         "/api/webhooks/{webhook_id}",
-        "Change its URL, events or name; what is pending goes where it was to go",
+        "Change a webhook's URL, events or name; pending deliveries keep their URL",
         CALLERS,
         body=webhooks.WebhookChange,
         answers={200: webhooks.WebhookView},
@@ -440,7 +447,7 @@ WEBHOOKS = of_noun(
     post_route(
         "test_webhook",
         "/api/webhooks/{webhook_id}/test",
-        "Send a test delivery, signed, and say what the receiver answered; nothing is kept or tried again",
+        "Send a signed test delivery and return the receiver's answer; it is neither stored nor repeated",
         CALLERS,
         webhooks.WebhookTested,
     ),
@@ -448,14 +455,14 @@ WEBHOOKS = of_noun(
         "delete_webhook",
         "DELETE",
         "/api/webhooks/{webhook_id}",
-        "Deliver nothing new to it; what is pending is still tried",
+        "Delete a webhook; pending deliveries are still tried",
         CALLERS,
         answers={204: None},
     ),
     post_route(
         "rotate_webhook_secret",
         "/api/webhook-secret",
-        "Make a new secret that signs deliveries, shown once",
+        "Create a new secret that signs deliveries; the answer is the only one that shows it",
         CALLERS,
         webhooks.CreatedSecret,
         body=webhooks.SecretBody,
@@ -464,7 +471,7 @@ WEBHOOKS = of_noun(
     get_route(
         "list_deliveries",
         "/api/deliveries",
-        "Deliveries of all jobs, in the order of their submission",
+        "List deliveries of all jobs in the order of submission",
         READERS,
         webhooks.DeliveryList,
         query=webhooks.DeliveriesQuery,
@@ -472,7 +479,7 @@ WEBHOOKS = of_noun(
     get_route(
         "job_deliveries",
         "/api/jobs/{job_id}/deliveries",
-        "What was delivered of a job, what is tried again, what was given up",
+        "List the deliveries of a job: delivered, pending and given up",
         READERS,
         webhooks.DeliveryList,
         query=bodies.WholeQuery,
@@ -480,7 +487,7 @@ WEBHOOKS = of_noun(
     post_route(
         "resend_delivery",
         "/api/deliveries/{delivery_id}/resend",
-        "Deliver once more, at once, whatever became of it",
+        "Deliver once more, at once, in any state",
         CALLERS,
         webhooks.DeliveryView,
     ),

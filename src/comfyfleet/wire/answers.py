@@ -1,8 +1,6 @@
-"""What callers get: jobs, pages, workers, statistics, as the values that are encoded, made from the model's.
+"""Responses to callers: jobs, pages of lists, workers and statistics, made from values of the model.
 
-Times are seconds since 1970, durations end in `_s`. Statuses are spelled by `status_names.py`.
-
-What was asked for with a job, as it can be read and submitted again.
+Times are seconds since 1970; durations end in `_s`. `status_names.py` spells the statuses.
 """
 
 from __future__ import annotations
@@ -44,21 +42,22 @@ class SubmittedBody(_Got, frozen=True):
     workflow_hash: str
     jobId: str  # noqa: N815 — the name that old callers read
     seeds: dict[str, int] | None = None
-    """By node id: what a seed of -1 became."""
+    """By node id: the value that replaced a seed of -1."""
     warnings: tuple[str, ...] = ()
-    """What keeps the nearest worker from it, when nobody can run it now."""
+    """If no connected worker can run the job: what the nearest worker misses."""
     is_repeat: bool = False
     retry_requested: bool = False
-    """Of the retry of a job that runs: its worker is told to stop it first."""
+    """Whether the job still runs: its worker stops it before the retry."""
 
 
 class BatchItem(_Got, frozen=True):
-    """One job of a batch: the status it would have had alone, and its answer or its problem."""
+    """The answer to one job of a batch."""
 
     status: int
+    """The HTTP status that a single submission would get."""
     job: SubmittedBody | None = None
     problem: dict[str, Any] | None = None
-    """The members of a problem, as it would have been alone."""
+    """The problem, if the job was refused."""
 
 
 class BatchAnswer(_Got, frozen=True):
@@ -71,9 +70,11 @@ class AttemptBody(_Got, frozen=True):
     id: str
     worker_id: str
     lease: int
+    """The number of the lease."""
     round: int
     started_at: float
     outcome: str
+    """`running`, `completed`, `failed`, `expired`, `released` or `cancelled`."""
     ended_at: float | None = None
     charged_to: str | None = None
     error: Failure | None = None
@@ -100,11 +101,11 @@ class JobBody(_Got, frozen=True, omit_defaults=False):
     is_late: bool = False
     seeds: dict[str, int] | None = None
     trace_id: str = ""
-    """Of the caller's trace, or of the job's own: every line of a log about the job has it."""
+    """The id of the caller's trace, or the job's own. Every log line about the job has it."""
     error: Failure | None = None
-    """What the last attempt failed of; null again once one completed."""
+    """How the last attempt failed; null after an attempt completed."""
     unreadable: str | None = None
-    """Why what was sealed of it cannot be opened (any more); then metadata and the like are not known."""
+    """Why the encrypted parts of the job cannot be decrypted; metadata and the like are then unknown."""
 
 
 class JobDetails(JobBody, frozen=True):
@@ -112,21 +113,21 @@ class JobDetails(JobBody, frozen=True):
     is_paused: bool = False
     cancel_requested: bool = False
     cancel_reason: str = ""
-    """Why it is to be cancelled, or was, where somebody said."""
+    """The reason that came with the cancellation."""
     pause_requested: bool = False
-    """It runs, and its worker is told to stop it: then it is paused."""
+    """Whether the worker was told to stop the job, which is then paused."""
     retry_requested: bool = False
-    """The same: then it waits for a new attempt."""
+    """Whether the worker was told to stop the job, which then waits for a new attempt."""
     history: tuple[AttemptBody, ...] = ()
     after: tuple[str, ...] = ()
     inputs: tuple[JobInput, ...] = ()
-    """With the `file` of each, as soon as the job it comes of has completed."""
+    """The inputs. `file` is known as soon as the job that makes it has completed."""
 
 
 class JobList(_Got, frozen=True, omit_defaults=False):
     jobs: tuple[JobBody, ...]
     cursor: str | None = None
-    """Ask again with it for what follows. A page with a cursor may be short, or empty: there is more to look at."""
+    """Send it to get the next page. A page with a cursor can be short or empty; null on the last page."""
 
 
 class ResultBody(_Got, frozen=True, omit_defaults=False):
@@ -148,6 +149,7 @@ class PurgeAnswer(_Got, frozen=True):
 
 class QueueBody(_Got, frozen=True):
     is_paused: bool
+    """Whether the queue is paused: then no job is leased."""
 
 
 class StatsBody(_Got, frozen=True):
@@ -159,11 +161,12 @@ class StatsBody(_Got, frozen=True):
     failed: int
     cancelled: int
     workers: int
+    """Connected workers."""
     idle_slots: int
     payload_bytes: int
     is_paused: bool
     counted: int | None = None
-    """To a key of one tenant: the figures are of its newest jobs, so many of them. Absent: they are of all jobs."""
+    """For a tenant's key: how many of its newest jobs were counted. Absent: all jobs were."""
 
 
 class WorkerBody(_Got, frozen=True, omit_defaults=False):
@@ -181,14 +184,14 @@ class WorkerBody(_Got, frozen=True, omit_defaults=False):
     """Jobs completed in an hour of work."""
     disconnects: int = 0
     offline_reason: str = ""
-    """What was said when it went offline."""
+    """Why the worker is offline."""
     quarantined_until: float | None = None
     is_fake: bool = False
-    """It only pretends to work, as a fake ComfyUI does."""
+    """Whether its server is a fake ComfyUI."""
     blocked_workflows: int = 0
-    """Workflows that it does not get for a while; `GET /api/blocks` has them."""
+    """How many workflows the worker does not get for now; `GET /api/blocks` lists them."""
     blocked_until: float | None = None
-    """When the first of these blocks ends; null where none ends by itself."""
+    """When the first of these blocks ends; null if none ends by itself."""
 
 
 class WorkerDetails(WorkerBody, frozen=True):
@@ -207,12 +210,12 @@ class BlockBody(_Got, frozen=True):
     reason: str
     failures: int = 0
     blocked_until: float | None = None
-    """None: until an operator lifts it."""
+    """When the block ends; null: when an operator lifts it."""
     missing: tuple[str, ...] = ()
     workflow_hash: str | None = None
-    """None: one job is kept off the worker."""
+    """The blocked workflow; null if a single job is blocked."""
     tenant: str | None = None
-    """Whose jobs it counts for. None: everybody's."""
+    """The tenant whose jobs are blocked; null: all tenants."""
 
 
 class BlockList(_Got, frozen=True):
@@ -223,6 +226,7 @@ class BlockList(_Got, frozen=True):
 class HealthBody(_Got, frozen=True):
     status: Literal["ok", "starting", "stopping", "failing"]
     version: str = ""
+    """The version of the hub."""
     detail: str = ""
 
 
@@ -240,7 +244,7 @@ def submitted(answer: Submitted) -> SubmittedBody:
 
 
 def job(record: Job) -> JobBody:
-    """As the tenant's record alone has it: a page of a list asks for nothing more."""
+    """The job as a list shows it, from its record alone."""
     return JobBody(**_of_record(record))
 
 
@@ -269,7 +273,7 @@ def details(view: JobView) -> JobDetails:
 
 def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
     asked, phase = record.payload, phase or record.phase
-    # What ran before is over: what is left of it in the record is nothing of a job that waits.
+    # The record keeps values of the previous attempt, which do not describe a waiting job.
     waits = phase is Phase.QUEUED
     return {
         "id": record.job_id,
@@ -367,11 +371,10 @@ _LEARNED = ("slow_worker_classes", "refused_by", "needs_hub")
 
 
 class PayloadBody(SubmitBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The fields of a submission, beside the job's id. A workflow of the editor is told as it was converted."""
+    """A submission with the job's id. A workflow of the editor is shown in its converted form."""
 
     id: str
     seeds: dict[str, int] | None = None
-    """By node id: what a seed of -1 became."""
 
 
 def payload_body(job: Job) -> PayloadBody:
@@ -407,7 +410,7 @@ def payload_body(job: Job) -> PayloadBody:
 
 
 def asked_for(needs: Requirements) -> dict[str, Any]:
-    """What a caller said that a job needs, beside its service."""
+    """The requirements as the caller sent them, without the service and without what the engine learned."""
     found: dict[str, Any] = msgspec.to_builtins(needs)
     for name in ("service", "provider", *_LEARNED):
         found.pop(name, None)
@@ -421,10 +424,10 @@ def _same(asked: msgspec.Struct, kind: type[B]) -> B | None:
 
 
 def _convert(found: dict[str, Any], kind: type[B]) -> B | None:
-    """None: nothing was said of it."""
+    """None: the caller sent nothing."""
     return msgspec.convert(found, kind) if found else None
 
 
 def _webhook(webhook: Webhook | None) -> WebhookBody | None:
-    """Without its query, which may hold a secret."""
+    """Without the query of its URL, which may contain a secret."""
     return None if webhook is None else WebhookBody(shown(webhook.url), webhook.events)

@@ -1,7 +1,7 @@
-"""What callers send: a submission and the few other bodies, and how they become the model's values.
+"""Requests of callers, and how they become values of the model.
 
-Bounds that a single field can keep stand in its type, and so in the OpenAPI document; bounds that need a rule or a
-whole are policy's. What callers get back is `answers.py`'s.
+Limits of single fields are in their types, and so in the OpenAPI document; `policy/` checks the rest. `answers.py` has
+the responses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from comfyfleet.wire.status_names import KNOWN_STATUSES, OLD_SERVICE_NAMES, OLD_
 
 MAX_BATCH = 1_000
 IDEMPOTENCY_PREFIX = "idempotency-key:"
-"""What a job with an Idempotency-Key is known by; a caller's own reference never begins so."""
+"""The reference of a job with an Idempotency-Key begins so; a caller's own reference must not."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, Meta(max_length=500)]
@@ -57,7 +57,7 @@ _NODE = msgspec.json.Decoder(_NodeLike)
 
 
 class _Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A field that is not known is refused: a wish that nobody reads must not look granted."""
+    """Unknown fields are refused: a misspelled option must not be ignored silently."""
 
 
 class HardwareBody(_Sent, frozen=True):
@@ -75,7 +75,7 @@ class LocationBody(_Sent, frozen=True):
 
 
 class RequirementsBody(_Sent, frozen=True):
-    """Hard needs: a worker that misses one is never offered the job."""
+    """Hard requirements: a worker that misses one never gets the job."""
 
     hardware: HardwareBody | None = None
     models: Names | None = None
@@ -88,13 +88,13 @@ class RequirementsBody(_Sent, frozen=True):
     workers: Names | None = None
     exclude_workers: Names | None = None
     needs_files: bool | None = None
-    """Only workers that fetch files from the hub and bring their outputs there; `inputs` imply it."""
+    """Only workers that exchange files with the hub; `inputs` imply it."""
     quality: Name | None = None
     """Only workers that offer this quality level."""
 
 
 class PreferencesBody(_Sent, frozen=True):
-    """Wishes: they rank the workers that may take the job."""
+    """Preferences rank the workers that can run the job."""
 
     workers: Names | None = None
     models: Names | None = None
@@ -111,42 +111,42 @@ class TimeoutsBody(_Sent, frozen=True):
 
 
 class InputBody(_Sent, frozen=True):
-    """The node's input, and what it gets: a `file` that was uploaded, or what an earlier `job` left."""
+    """A node's input and its source: an uploaded `file`, or an output of an earlier `job`."""
 
     node: Name
     input: Name
     file: Name | None = None
     job: Name | None = None
-    """Its id or its reference. The new job waits for it as if it stood in `after`."""
+    """The id or reference of an earlier job. The new job waits for it, as with `after`."""
     output: Name | None = None
-    """Which of its outputs: a node's id, or a pattern of file names such as `*.png`. Unless given, any."""
+    """Which output: a node id, or a pattern of file names such as `*.png`. Default: any."""
     index: Annotated[int, Meta(ge=0, le=100_000)] = 0
-    """Which of several, in the order of the result."""
+    """Which of several outputs, in the order of the result."""
     kind: Literal["image", "mask"] = "image"
+    """How ComfyUI stores the file: as an image or as a mask."""
 
 
 class ConvertBody(_Sent, frozen=True):
-    """Sent: as the editor saves it. Answered: as servers run it."""
+    """The request has the editor's format, the answer the graph that servers run."""
 
     workflow: dict[str, Any]
 
 
 class WebhookBody(_Sent, frozen=True):
-    """Where facts of the job are delivered, and which; the last ones unless said."""
+    """Where events of the job are delivered, and which; by default those that end it."""
 
     url: Url
     events: Events | None = None
 
 
 class SubmitBody(_Sent, frozen=True):
-    """Only the workflow is needed: as `payload`, which is `{"workflow": …}` or the workflow itself, as `workflow` or as
-    `prompt`."""
+    """Only the workflow is required: as `payload` (`{"workflow": …}` or the graph itself), `workflow` or `prompt`."""
 
     payload: dict[str, Any] | None = None
     service: Name | None = None
     provider: Name | None = None
     reference: Name | None = None
-    """The caller's own id, unique within the tenant: the same one with the same body is the same job."""
+    """Your own id of the job, unique within the tenant. A repeat with the same body returns the same job."""
     inputs: Annotated[tuple[InputBody, ...], Meta(max_length=1_000)] = ()
     priority: Priority = 0
     urgency: Urgency = "normal"
@@ -154,7 +154,7 @@ class SubmitBody(_Sent, frozen=True):
     deadline: Time | None = None
     on_deadline: Literal["fail", "flag"] = "fail"
     after: Names = ()
-    """Jobs that must complete first, by id or reference. If one fails or is cancelled, this one fails as
+    """Jobs that must complete first, by id or reference. If one fails or is cancelled, this job fails with
     `dependency_failed`."""
     requirements: RequirementsBody | None = None
     preferences: PreferencesBody | None = None
@@ -166,15 +166,15 @@ class SubmitBody(_Sent, frozen=True):
     webhook: WebhookBody | Url | None = None
     require_workable: bool = False
     tenant: Name | None = None
-    """For whom, where that is not the key's tenant: for operators."""
+    """The tenant, if it is not the key's tenant. Only for operators."""
     workflow: dict[str, Any] | None = None
-    """In place of `payload`."""
+    """The workflow, in place of `payload`."""
     prompt: dict[str, Any] | None = None
-    """In place of `payload`, as ComfyUI itself is sent it."""
+    """The workflow in place of `payload`, named as in ComfyUI's own API."""
 
 
 class LegacySubmitBody(SubmitBody, frozen=True):
-    """A submission with the old names beside the new: read at the door, never written."""
+    """A submission that may use old field names. It is only read, never written."""
 
     service_type: Name | None = None
     job_type: Name | None = None
@@ -185,20 +185,20 @@ class LegacySubmitBody(SubmitBody, frozen=True):
 
 
 class RawSubmitBody(LegacySubmitBody, frozen=True, kw_only=True):
-    """As the door reads it: the nodes of the workflow stay text, since most of them were read before."""
+    """The nodes of the workflow stay encoded: most of them were decoded before and are cached."""
 
     payload: dict[str, msgspec.Raw] | None = None
     workflow: dict[str, msgspec.Raw] | None = None
     prompt: dict[str, msgspec.Raw] | None = None
 
 
-_SAID = frozenset(RawSubmitBody.__struct_fields__)
+_SUBMIT_FIELDS = frozenset(RawSubmitBody.__struct_fields__)
 _IN_EDITOR_FILES = frozenset({"id"})
-"""Fields of a submission that a file of the editor has too."""
+"""Fields of a submission that files of the editor have too."""
 
 
 class SubmitDecoder:
-    """Of a submission, or of a workflow alone, which is a submission that says nothing else."""
+    """Decodes a submission, or a workflow without a submission around it."""
 
     def __init__(self) -> None:
         self._submissions = msgspec.json.Decoder(RawSubmitBody)
@@ -214,9 +214,10 @@ class SubmitDecoder:
 
 
 class BatchBody(_Sent, frozen=True):
-    """Each job is a submission of its own: decoded, and answered, by itself."""
+    """Each job is decoded and answered by itself."""
 
     jobs: Annotated[tuple[msgspec.Raw, ...], Meta(min_length=1, max_length=MAX_BATCH)]
+    """Submissions, as in `POST /api/jobs`."""
 
 
 class ChangeBody(_Sent, frozen=True):
@@ -225,31 +226,32 @@ class ChangeBody(_Sent, frozen=True):
 
 class CancelRequest(_Sent, frozen=True):
     reason: Reason = ""
-    """Told to the worker and to whoever watches, and kept with the job."""
+    """Why the job is cancelled. The worker gets it, and the job keeps it."""
 
 
 class PurgeBody(_Sent, frozen=True):
-    """Of the dead letter: what ended before that time, at most so many."""
-
     before: Time | None = None
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 1_000
+    """The most jobs that are deleted."""
 
 
 class ListQuery(_Sent, frozen=True):
-    """Which jobs, from where on. Metadata is asked for as `metadata[name]=value`."""
-
     status: Status | None = None
+    """Only jobs with this status."""
     tenant: Name | None = None
+    """Only jobs of this tenant."""
     workflow_hash: Name | None = None
+    """Only jobs of this workflow."""
     metadata: dict[str, str] = {}
+    """Only jobs with these metadata, as `metadata[name]=value`."""
     submitted_after: Time | None = None
     submitted_before: Time | None = None
     unrunnable: bool = False
-    """Only jobs that wait though no worker which is here can run them."""
+    """Only waiting jobs that no connected worker can run."""
     order: Literal["newest", "oldest"] = "newest"
-    """Which come first, by submission."""
+    """Which jobs come first."""
     cursor: Name | None = None
-    """Go on after this job, in that order."""
+    """Continue after this job."""
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
 
 
@@ -259,15 +261,14 @@ class PageQuery(_Sent, frozen=True):
 
 
 class WholeQuery(_Sent, frozen=True):
-    """Of a list that comes as a whole unless `limit` is given; then by id, page by page."""
-
     cursor: Annotated[str, Meta(min_length=1, max_length=1_024)] | None = None
     limit: Annotated[int, Meta(ge=1, le=1_000)] | None = None
+    """The most entries of a page. Default: the whole list."""
 
 
 class WorkersQuery(WholeQuery, frozen=True):
     status: Literal["active", "idle", "busy", "draining", "paused", "offline"] | None = None
-    """Active: all that are not offline."""
+    """Only workers with this status; `active`: all that are not offline."""
 
 
 def seconds_of(time: float | datetime | None) -> float | None:
@@ -279,7 +280,7 @@ def seconds_of(time: float | datetime | None) -> float | None:
 def submission(
     body: SubmitBody, tenant: TenantId, idempotency_key: str | None = None, traceparent: str | None = None
 ) -> Submission:
-    """The model's value. For which tenant is the hub's to say, by the key."""
+    """The submission as the model has it. The hub finds the tenant by the key."""
     return Submission(
         workflow=_workflow(_given_workflow(body)),
         reference=_reference(body, idempotency_key),
@@ -305,20 +306,20 @@ def submission(
 
 
 def named_tenant(body: SubmitBody) -> tuple[str, str] | None:
-    """What the field is called, and the tenant in it. None: the key says which."""
+    """The name of the field and the tenant in it. None: the tenant of the key."""
     names = ("tenant", *OLD_TENANT_NAMES) if isinstance(body, LegacySubmitBody) else ("tenant",)
     found = {name: given for name in names if (given := getattr(body, name)) is not None}
     if len(set(found.values())) > 1:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"{' and '.join(found)} name different tenants: say one",
+            f"{' and '.join(found)} name different tenants: send one of them",
             field="tenant",
         )
     return next(iter(found.items()), None)
 
 
 def named_jobs(body: SubmitBody) -> set[str]:
-    """By id or reference: those that must complete before this one."""
+    """Ids or references of the jobs that must complete before this one."""
     return {*body.after, *(each.job for each in body.inputs if each.job is not None)}
 
 
@@ -347,12 +348,13 @@ def _given_workflow(body: SubmitBody) -> dict[str, Any]:
 
 
 def _is_workflow(parts: dict[str, msgspec.Raw]) -> bool:
-    """Whether a body is a graph, or a file of the editor, and no submission with a slip in it: what is said beside
-    a workflow must not be lost."""
+    """Whether a body is a graph or a file of the editor, and not a submission with a mistake, whose options would be
+    lost."""
     if "nodes" in parts and "links" in parts:
-        return _SAID.isdisjoint(parts.keys() - _IN_EDITOR_FILES)
-    # A node may have any name, those of fields too.
-    return all(_is_node(parts[name]) for name in _SAID & parts.keys()) and any(map(_is_node, parts.values()))
+        return _SUBMIT_FIELDS.isdisjoint(parts.keys() - _IN_EDITOR_FILES)
+    # A node can have any name, also that of a field.
+    named_as_fields = _SUBMIT_FIELDS & parts.keys()
+    return all(_is_node(parts[name]) for name in named_as_fields) and any(map(_is_node, parts.values()))
 
 
 def _is_node(given: object) -> bool:
@@ -366,23 +368,23 @@ def _is_node(given: object) -> bool:
 
 
 def _workflow(payload: dict[str, Any]) -> dict[str, Any]:
-    # Where both are there, the prompt, as in files: servers run that as it is.
+    # If there are both, the prompt counts, as in files: servers run it without conversion.
     held = {name: inner for name in ("prompt", "workflow") if (inner := _held(payload.get(name))) is not None}
     if held and any(_is_node(each) for name, each in payload.items() if name not in held):
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"there are nodes beside {' and '.join(map(repr, held))}, so this could mean two workflows: send one",
+            f"there are nodes beside {' and '.join(map(repr, held))}: send one workflow, not two",
         )
     found = [each for each in held.values() if len(held) == 1 or _holds_nodes(each)]
     workflow = found[0] if found else held.get("workflow", payload)
     if isinstance(workflow.get("nodes"), msgspec.Raw):
-        # A file of the editor, most likely: what is in it is no node yet.
+        # Most likely a file of the editor, whose parts are not nodes yet.
         return decoded_graph(workflow)
     return workflow
 
 
 def _held(given: object) -> dict[str, Any] | None:
-    """What may be a workflow, and is no node."""
+    """A dict that can be a workflow and is not a node."""
     inner = _parts(given) if isinstance(given, msgspec.Raw) else given
     return inner if isinstance(inner, dict) and "class_type" not in inner else None
 
@@ -395,7 +397,7 @@ def _parts(text: msgspec.Raw) -> dict[str, msgspec.Raw] | None:
     try:
         return _PARTS.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        # Whoever reads it as a node says what is wrong with it.
+        # The code that decodes nodes reports the error.
         return None
 
 
@@ -406,16 +408,16 @@ def _reference(body: SubmitBody, key: str | None) -> str | None:
     if own is not None and own.startswith(IDEMPOTENCY_PREFIX):
         raise Refusal(RefusalCode.INVALID_REQUEST, f"a reference must not begin with {IDEMPOTENCY_PREFIX!r}")
     if own is not None and "\0" in own:
-        # Some databases keep it and others do not: a job must be able to move from one to the other.
+        # PostgreSQL cannot store it, and a job must be able to move between stores.
         raise Refusal(
-            RefusalCode.INVALID_REQUEST, "a reference must not hold the character 0", field="reference"
+            RefusalCode.INVALID_REQUEST, "a reference must not contain a NUL character", field="reference"
         )
     if key is None:
         return own
     if own is not None:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            "a reference makes a submission repeatable by itself: leave out either it or the Idempotency-Key",
+            "send either a reference or an Idempotency-Key, not both",
         )
     return IDEMPOTENCY_PREFIX + key
 
@@ -444,5 +446,5 @@ def _preferences(body: PreferencesBody | None) -> Preferences:
 
 
 def _given(body: msgspec.Struct) -> dict[str, Any]:
-    """What was said, without what was left out or null."""
+    """The fields that are not null."""
     return {name: value for name in body.__struct_fields__ if (value := getattr(body, name)) is not None}

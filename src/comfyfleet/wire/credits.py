@@ -1,6 +1,6 @@
-"""Credits as they are given, put right, shown and told of each job. Amounts are whole numbers of the smallest unit.
+"""Credits in the API: grants, adjustments, statements, receipts, usage and exports as CSV or JSON lines.
 
-What was used by whom, added up, and books line by line for accounting: as CSV or as JSON, a line each.
+Amounts are whole numbers of the smallest unit.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ Note = Annotated[str, Meta(max_length=1_000)]
 class GrantBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     amount: Given
     id: GrantId | None = None
-    """The giver's own, such as the number of a payment: the same one twice is one grant."""
+    """Your own id, such as a payment number: the same id twice is one grant."""
     note: Note = ""
     pending: bool = False
-    """The payment is on its way: shown, and not spent until it is confirmed."""
+    """Whether the grant needs confirmation before its credits can be spent."""
 
 
 class AdjustBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     amount: Corrected
-    """Up or down, not below what is held for open jobs."""
+    """Up or down, but not below the credits held for open jobs."""
     note: Annotated[str, Meta(min_length=1, max_length=1_000)]
     id: GrantId | None = None
+    """Your own id: the same id twice is one adjustment."""
 
 
 class StatementQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     after: Annotated[int, Meta(ge=0, le=2**62)] = 0
-    """The number of the last entry that is known already."""
+    """Continue after the entry with this number."""
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
     cursor: Annotated[int, Meta(ge=0, le=2**62)] | None = None
-    """The same, as every other list calls it."""
+    """The same as `after`, named as in other lists."""
 
 
 class BalanceView(msgspec.Struct, frozen=True):
     tenant: str
     balance: int
     held: int
-    """Of it, for jobs that are open."""
     available: int
     pending: int
-    """Granted but not confirmed: not part of the balance."""
+    """Credits of grants that are not confirmed; not part of the balance."""
 
 
 class GrantView(msgspec.Struct, frozen=True):
@@ -85,34 +85,35 @@ class GrantList(msgspec.Struct, frozen=True):
 
 class EntryView(msgspec.Struct, frozen=True):
     number: int
-    """1, 2, 3 … in the tenant's book, without a gap."""
+    """1, 2, 3 … in the tenant's ledger, without gaps."""
     at: float
     kind: PostingKind
     balance: int
-    """By how much the balance changed …"""
+    """The change of the balance."""
     held: int
-    """… and by how much what is held of it."""
+    """The change of the held credits."""
     reference: str
-    """A grant, an adjustment, or a job and its round."""
+    """The grant, the adjustment, or the job and its round."""
     note: str = ""
     balance_after: int = 0
-    """What the balance was with this entry …"""
+    """The balance after this entry."""
     held_after: int = 0
-    """… and what was held of it."""
+    """The held credits after this entry."""
 
 
 class StatementView(msgspec.Struct, frozen=True):
     entries: tuple[EntryView, ...]
     cursor: str | None = None
-    """Ask again with it, or with `after`."""
+    """Send it as `cursor` or `after` to get the next page."""
 
 
 class RoundReceipt(msgspec.Struct, frozen=True):
     round: int
     status: str
-    """`open`, or how it ended."""
+    """`open`, or how the round ended."""
     opened_at: float
     held: int
+    """Credits that were held for the round."""
     price: Price | None = None
     ended_at: float | None = None
     outcome: Outcome | None = None
@@ -122,7 +123,7 @@ class RoundReceipt(msgspec.Struct, frozen=True):
     outputs: int = 0
     gpu_s: float = 0.0
     verified_by: str = ""
-    """Who looked at the outputs: `hub`, or the `worker` itself."""
+    """Who checked the outputs: `hub` or `worker`."""
     note: str = ""
 
 
@@ -131,9 +132,9 @@ class ReceiptView(msgspec.Struct, frozen=True):
     tenant: str
     consumed: int
     held: int
-    """For a round that is open."""
+    """Credits held for an open round."""
     rounds: tuple[RoundReceipt, ...]
-    """None of a job whose tenant has no book of credits."""
+    """Empty if the tenant has no ledger."""
 
 
 def balance(account: Account) -> BalanceView:
@@ -145,7 +146,7 @@ def grant(given: CreditGrant) -> GrantView:
 
 
 def entries(before: Account, postings: Iterable[Posting]) -> Iterator[EntryView]:
-    """With what they add up to, from what those before them did."""
+    """The postings with their running totals."""
     balance, held = before.balance, before.held
     for each in postings:
         balance, held = balance + each.balance, held + each.held
@@ -214,34 +215,35 @@ RUN_COLUMNS = (
 class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     tenant: Name | None = None
     since: Time | None = None
-    """The last thirty days unless given."""
+    """From this time on. Default: thirty days ago."""
     until: Time | None = None
     by: Annotated[str, Meta(pattern=f"^{_KIND}(,{_KIND}){{0,3}}$")] = "tenant"
-    """For each of what it is added up."""
+    """How usage is grouped: `tenant`, `workflow`, `worker`, `day`, or several with commas."""
 
 
 class ExportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     of: Literal["postings", "runs"] = "postings"
-    """The entries of the book, or what each ended round took."""
+    """The entries of the ledger, or the usage of each ended round."""
     format: Format = "csv"
     after: Annotated[int, Meta(ge=0, le=2**62)] = 0
-    """The last number that is known already: two exports join without gap or overlap."""
+    """Continue after the line with this number, so that exports join without gap or overlap."""
 
 
 class UsageView(msgspec.Struct, frozen=True):
-    """Of what was not asked for in `by`, null."""
+    """Fields that `by` does not name are null."""
 
     tenant: str | None
     workflow_hash: str | None
     worker_id: str | None
     day: date | None
     rounds: int
+    """How many rounds ended."""
     completed: int
     outputs: int
     gpu_s: float
     credits: int
     cost: float | None
-    """GPU-seconds × the workers' rates, in their unit, for operators; null where no rate is known."""
+    """GPU-seconds × the workers' rates. Only for operators; null if no rate is known."""
 
 
 class UsageList(msgspec.Struct, frozen=True):
@@ -306,13 +308,13 @@ def written(lines: Iterable[dict[str, Any]], format_: Format) -> bytes:
 
 
 def _cells(line: dict[str, Any]) -> list[Any]:
-    """Each line of the file is one entry, whatever a note holds."""
+    """Without line breaks: each line of the file is one entry."""
     return [_cell(each) if isinstance(each, str) else each for each in line.values()]
 
 
 def _cell(text: str) -> str:
     text = " ".join(text.split())
-    # Callers choose some of these texts, and spreadsheets carry out what looks like a formula.
+    # Callers choose some of these texts, and spreadsheets execute what looks like a formula.
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 

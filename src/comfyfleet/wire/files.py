@@ -1,10 +1,7 @@
-"""Files as callers and workers ask for them and see them: announced, put to a link, complete, fetched by a link.
+"""Files in the API: announcements, records, signed links and parts, and errors that a link's storage answers.
 
-How a large file is cut into parts: the same at hub, worker and caller.
-
-What is answered to whoever moves a file by a link: by a hub, whose links have no host, or by S3-compatible storage.
-
-Links are secrets for as long as they are good: what is told of one is where it leads, without its signature.
+A link of a hub has no host; other links lead to S3-compatible storage. Links are secrets: messages show them without
+their signature.
 """
 
 from __future__ import annotations
@@ -28,15 +25,15 @@ from comfyfleet.wire.worker import LeaseBody
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, Meta(ge=0, le=2**50)]
 ContentType = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.+-]{1,64}/[A-Za-z0-9_.+-]{1,64}$(?!\n)")]
-"""It becomes a header: ASCII alone, and no new line behind."""
+"""It becomes a header, so it must be ASCII without a line break."""
 
 
 FORM_FILE = "file"
-"""What the file is called in a form, whose other fields are those of `FileBody` and stand before it."""
+"""The form field of the file. The fields of `FileBody` come before it."""
 
 
 class FileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is said of a file beforehand; what is said must hold."""
+    """The announcement of a file. The content must match it."""
 
     name: Name = "file"
     type: ContentType = "application/octet-stream"
@@ -44,7 +41,7 @@ class FileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     sha256: Sha256 | None = None
     source: Name | None = None
     tenant: Name | None = None
-    """Whose it becomes, where that is not the key's tenant: for operators."""
+    """The tenant, if it is not the key's tenant. Only for operators."""
 
 
 class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -55,7 +52,7 @@ class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class GrantsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run left, asked for by whoever holds its lease."""
+    """The outputs of a run, announced by the holder of its lease."""
 
     lease: LeaseBody
     files: Annotated[tuple[OutputBody, ...], Meta(min_length=1, max_length=1_000)]
@@ -67,7 +64,7 @@ class PartBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PartsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parts of a file that are about to be PUT, counted from 1."""
+    """The parts that the caller is about to upload."""
 
     parts: Annotated[tuple[PartBody, ...], Meta(min_length=1, max_length=100)]
 
@@ -80,7 +77,7 @@ class WorkerPartsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PartGrants(msgspec.Struct, frozen=True):
     links: tuple[FileGrant, ...]
-    """One for each part, in the order they were asked for."""
+    """A link for each part, in the order of the request."""
 
 
 class LinkQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,11 +86,10 @@ class LinkQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FilesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Thumbnails are listed where they are asked for: each goes with its picture."""
-
     kind: FileKind | None = None
+    """Only files of this kind. Thumbnails are listed only if they are asked for."""
     job_id: Name | None = None
-    """What this job left."""
+    """Only outputs of this job."""
     tenant: Name | None = None
     cursor: Name | None = None
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
@@ -101,7 +97,7 @@ class FilesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ThumbnailQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=1, le=1024)] = 256
-    """The square it fits into: 64, 128, 256, 512 or 1024, or else the next larger one of these."""
+    """The longer side in pixels: 64, 128, 256, 512 or 1024; other values are rounded up to one of these."""
 
 
 class FileView(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -114,27 +110,27 @@ class FileView(msgspec.Struct, frozen=True, omit_defaults=True):
     sha256: str | None = None
     job_id: str | None = None
     attempt_id: str | None = None
-    """What it came of: `job/round/lease number/epoch`."""
+    """The attempt that made the file: `job/round/lease number/epoch`."""
     source: str | None = None
     derived_from: tuple[str, ...] = ()
-    """The files it was made from: those its job brought, or what its sender said of it (`source`)."""
+    """Ids of the files from which it was made: inputs of its job, or `source` of its announcement."""
     is_complete: bool = False
     link: FileGrant | None = None
-    """Where to GET it, for a short while; or to PUT it, as long as it has not been received. One that is too large to
-    go up in one piece has none."""
+    """A link that expires soon: for GET, or for PUT until the file is received. Absent for a file that must be uploaded
+    in parts."""
     parts: PartPlan | None = None
-    """It may go up in parts, which are asked for one by one."""
+    """How to upload the file in parts."""
 
 
 class FileDetails(FileView, frozen=True, omit_defaults=True):
     derived: tuple[str, ...] = ()
-    """What was made from it, the oldest first: 100 of them. All there are: `GET /api/files/{id}/derived`."""
+    """Ids of the 100 oldest files made from this one. `GET /api/files/{id}/derived` lists all."""
 
 
 class FileList(msgspec.Struct, frozen=True, omit_defaults=True):
     files: tuple[FileView, ...]
     cursor: str | None = None
-    """Ask again with it for what follows. A page with a cursor may be short, or empty: there is more to look at."""
+    """Send it to get the next page. A page with a cursor can be short or empty; null on the last page."""
 
 
 class FileGrants(msgspec.Struct, frozen=True):
@@ -142,7 +138,7 @@ class FileGrants(msgspec.Struct, frozen=True):
 
 
 def output_body(filename: str, size: int, sha256: str) -> OutputBody:
-    """What is said of a file that a run left: its name without folders, and the type that name suggests."""
+    """The announcement of an output: its name without folders, and the type that the name suggests."""
     name = filename.replace("\\", "/").rpartition("/")[2][-256:] or "file"
     kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
     return OutputBody(size, sha256, name, kind)
@@ -181,7 +177,6 @@ class FilePart(NamedTuple):
 
 
 def parts_of(size: int, plan: PartPlan) -> list[FilePart]:
-    """Of a file of so many bytes, counted from 1."""
     return [
         FilePart(number, plan.size * (number - 1), plan.length(number, size))
         for number in range(1, plan.count + 1)
@@ -196,7 +191,7 @@ def sha256_of(content: BinaryIO, part: FilePart) -> str:
 
 
 def pieces_of(content: BinaryIO, part: FilePart) -> Iterator[bytes]:
-    """None larger than a mebibyte."""
+    """Pieces of at most 1 MiB."""
     content.seek(part.start)
     left = part.length
     while left and (piece := content.read(min(_PIECE, left))):
@@ -206,11 +201,11 @@ def pieces_of(content: BinaryIO, part: FilePart) -> Iterator[bytes]:
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _LATER = frozenset({"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "IncompleteBody"})
-"""Codes of a storage that say "not now", whatever their status."""
+"""Codes of S3 after which a retry can succeed, with any status."""
 
 
 def resolved(hub: str, link: str) -> str:
-    """Where a link leads, for whoever has it of this hub."""
+    """The full URL of a link that this hub returned."""
     return link if is_elsewhere(link) else hub + link
 
 
@@ -219,16 +214,16 @@ def is_elsewhere(link: str) -> bool:
 
 
 def place(url: str) -> str:
-    """Where it leads, fit to be told."""
+    """The URL without path and signature, for messages."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
 
 
 def told(error: Exception) -> str:
-    """What a way broke by, without the address that some errors repeat."""
+    """The cause of a failed transfer, without the URL that some errors repeat."""
     cause = getattr(error, "os_error", error)
     if isinstance(cause, TimeoutError):
-        return "it took too long"
+        return "timed out"
     return str(cause) if isinstance(cause, OSError) and cause.errno is not None else type(cause).__name__
 
 
@@ -241,22 +236,22 @@ def storage_refusal(status: int, body: bytes) -> Refusal | Fault:
     code = found[1].decode() if found else ""
     told = f"{status} {code}".rstrip()
     if code in _LATER:
-        return Fault(f"the storage asks for another try ({told})")
+        return Fault(f"the file storage asks for a retry ({told})")
     match status:
         case 401 | 403:
             return Refusal(
                 RefusalCode.UNAUTHENTICATED,
-                f"the storage does not take the link (any more), or not for this ({told}): ask for a new one",
+                f"the file storage refused the link, which may have expired ({told}): ask the hub for a new link",
             )
         case 404:
-            return Refusal(RefusalCode.NOT_FOUND, f"the storage has no such file ({told})")
+            return Refusal(RefusalCode.NOT_FOUND, f"the file storage does not have the file ({told})")
         case 412:
-            return Refusal(RefusalCode.WRONG_PHASE, "this file has been received already: make a new one")
+            return Refusal(RefusalCode.WRONG_PHASE, "this file was already received: announce a new one")
         case 413:
-            return Refusal(RefusalCode.TOO_LARGE, f"the storage takes no file of this size ({told})")
+            return Refusal(RefusalCode.TOO_LARGE, f"the file is too large for the file storage ({told})")
         case 400 | 411:
             return Refusal(
-                RefusalCode.INVALID_REQUEST, f"the storage found another file than was announced ({told})"
+                RefusalCode.INVALID_REQUEST, f"the content differs from the announced file ({told})"
             )
         case _:
-            return Fault(f"the storage answered {told}")
+            return Fault(f"the file storage answered {told}")

@@ -1,8 +1,7 @@
-"""Keys, enrolments and the audit log as an administrator asks for and sees them. A secret is shown once.
+"""Keys, enrolment tokens and the audit log in the API.
 
-The chain of the audit log: the hash of each entry covers the one before it, so whoever has a list can check it.
-
-Hashes are made of the entry as JSON with its names in order, so a verifier needs no more of an entry than its text.
+The audit log is a hash chain: the hash of an entry covers the entry as JSON with sorted names, and the previous hash.
+`AuditVerifier` checks a list of entries.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class KeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 class RotateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     overlap_s: Seconds = 0.0
-    """So long the old secret still opens."""
+    """Seconds for which the old secret stays valid."""
 
 
 class EnrolmentBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -36,7 +35,7 @@ class EnrolmentBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     expires_in_s: Annotated[float, Meta(gt=0, le=1e8)] = 3600.0
     worker_prefix: Annotated[str, Meta(max_length=256)] = ""
     replace: bool = False
-    """A worker that has a key gets a new one, and its old ones end. Otherwise it is refused."""
+    """A worker that already has a key gets a new one, which revokes the old. Otherwise it is refused."""
 
 
 class KeyView(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,7 +51,7 @@ class KeyView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class CreatedKey(KeyView, frozen=True):
     key: str = ""
-    """The whole key. It is not kept, and cannot be shown again."""
+    """The whole key. The hub stores only its hash and cannot show it again."""
 
 
 class KeyList(msgspec.Struct, frozen=True):
@@ -75,7 +74,7 @@ class EnrolmentView(msgspec.Struct, frozen=True):
     expires_at: float
     uses_left: int
     is_good: bool
-    """Neither used up nor expired."""
+    """Whether the token is neither used up nor expired."""
     worker_prefix: str = ""
     replace: bool = False
 
@@ -86,9 +85,8 @@ class EnrolmentList(msgspec.Struct, frozen=True):
 
 
 class AuditQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`operations`: what was done to keys, queue and workers. `jobs`: what callers did to jobs."""
-
     kind: Literal["operations", "jobs"] = "operations"
+    """`operations`: changes of keys, queue and workers. `jobs`: changes of jobs."""
     since: Time | None = None
     cursor: Name | None = None
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
@@ -97,11 +95,12 @@ class AuditQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class AuditView(AuditEntry, frozen=True):
     id: str = ""
     number: int = 0
-    """Of the entry in its chain, from 1 on without a gap."""
+    """The number of the entry in its chain, from 1 without gaps."""
     previous: str = ""
-    """The hash of the entry before it."""
+    """The hash of the previous entry."""
     hash: str = ""
-    """SHA-256 of `previous`, a line feed, and the entry as JSON with its names in order, without these four."""
+    """SHA-256 of `previous`, a line feed, and the entry as JSON with sorted names, without `id`, `number`, `previous`
+    and `hash`."""
 
 
 class AuditList(msgspec.Struct, frozen=True):
@@ -110,7 +109,7 @@ class AuditList(msgspec.Struct, frozen=True):
 
 
 class AuditPage(msgspec.Struct, frozen=True):
-    """The same at a client, with whatever fields a newer hub has: all of them are part of the hash."""
+    """`AuditList` for clients: it keeps unknown fields of newer hubs, because the hash covers them."""
 
     entries: tuple[dict[str, Any], ...]
     cursor: str | None = None
@@ -156,11 +155,11 @@ def _fields(key: ApiKey) -> dict[str, Any]:
 
 
 BEGINNING = "0" * 64
-"""Before the first entry."""
+"""The previous hash of the first entry."""
 FORGET = "forget_audit"
-"""The action of the entry that is made when old ones are forgotten; its target is the note of the last of them."""
+"""The action of the entry that records a deletion of old entries; its target is the note of the last of them."""
 _OUTSIDE = frozenset({"id", "number", "previous", "hash"})
-"""What a list says of an entry beside what it says itself."""
+"""Fields that the hash does not cover."""
 
 
 def hash_of(previous: str, entry: Mapping[str, Any]) -> str:
@@ -169,12 +168,12 @@ def hash_of(previous: str, entry: Mapping[str, Any]) -> str:
 
 
 def note(number: int, hash_: str) -> str:
-    """What an auditor writes down to find out later whether the log still has all it had then."""
+    """A checkpoint: with it an auditor can later check that the log is complete up to this entry."""
     return f"{number}:{hash_}"
 
 
 class AuditVerifier:
-    """Given every entry of a list in order, says what is wrong with it."""
+    """Checks the entries of a list in order and collects problems."""
 
     def __init__(self, noted: str | None = None) -> None:
         self._noted = noted
@@ -183,7 +182,7 @@ class AuditVerifier:
         self._number = 0
         self._hash = ""
         self._missing: tuple[int, str] | None = None
-        """The last entry before the first that is there, while no entry tells that it was forgotten."""
+        """The entry before the first that is present, until an entry records its deletion."""
         self.entries = 0
         self.problems: list[str] = []
 
@@ -197,14 +196,14 @@ class AuditVerifier:
         if chain != self._chain:
             self._end_chain()
             self._chain = chain
-            # Something older was forgotten, or removed: an entry that follows must tell of it.
+            # Older entries were deleted: a later entry must record that.
             self._missing = None if (number, previous) == (1, BEGINNING) else (number - 1, previous)
             self._find(note(number - 1, previous))
         elif number != self._number + 1:
             self._wrong(f"entries {self._number + 1} to {number - 1} of chain {chain} are missing")
         elif previous != self._hash:
             self._wrong(
-                f"entry {number} of chain {chain} does not follow on entry {number - 1}: one was changed"
+                f"entry {number} of chain {chain} does not match entry {number - 1}: one of them was changed"
             )
         own = {name: value for name, value in entry.items() if name not in _OUTSIDE}
         if hash_of(previous, own) != shown:
@@ -214,7 +213,7 @@ class AuditVerifier:
         self._find(note(number, shown))
         if own.get("action") == FORGET and self._missing is not None:
             last, _, hash_ = str(own.get("target")).partition(":")
-            # One that tells of more was not carried out to its end yet.
+            # A deletion that covers more entries may still be running.
             if int(last) > self._missing[0] or (int(last), hash_) == self._missing:
                 self._missing = None
 
@@ -223,15 +222,14 @@ class AuditVerifier:
         if not self._is_noted_found:
             assert self._noted is not None
             self.problems.append(
-                f"the noted entry {self._noted.partition(':')[0]} is not in the log as it was noted: "
-                "its end was cut off, it was written anew, or it is so old that it was forgotten"
+                f"the log does not contain the noted entry {self._noted.partition(':')[0]} as it was noted: "
+                "the log was truncated, rewritten, or the entry was deleted because of its age"
             )
 
     def _end_chain(self) -> None:
         if self._missing is not None:
             self._wrong(
-                f"the beginning of chain {self._chain} up to entry {self._missing[0]} is missing, and no entry tells "
-                "that it was forgotten"
+                f"chain {self._chain} is missing entries up to {self._missing[0]}, and no entry records their deletion"
             )
         self._missing = None
 

@@ -1,12 +1,15 @@
-"""The table of routes as an OpenAPI 3.1 document."""
+"""The OpenAPI 3.1 document and the tables of docs/protocol.md, both generated from the table of routes."""
 
 from __future__ import annotations
 
 import re
+import typing
 from typing import Any
 
 import msgspec
 
+from comfyfleet.wire.descriptions import description_of
+from comfyfleet.wire.examples import example_of, hints_of, value_of
 from comfyfleet.wire.files import FORM_FILE
 from comfyfleet.wire.problems import CONTENT_TYPE, INCIDENT, KINDS, Problem
 from comfyfleet.wire.route import SMALL_BYTES, Route
@@ -14,46 +17,55 @@ from comfyfleet.wire.route import SMALL_BYTES, Route
 _REF = "#/components/schemas/{name}"
 
 _SSE = {
-    "type": "object",
-    "description": "One Server-Sent Event",
-    "properties": {
-        "id": {"type": "string"},
-        "event": {"type": "string"},
-        "data": {"type": "string", "contentMediaType": "application/json"},
+    "schema": {
+        "type": "object",
+        "description": "One Server-Sent Event",
+        "properties": {
+            "id": {"type": "string", "description": "The number of the event, for `Last-Event-ID`."},
+            "event": {"type": "string", "description": "The kind of the event."},
+            "data": {
+                "type": "string",
+                "contentMediaType": "application/json",
+                "description": "The event as JSON.",
+            },
+        },
     },
+    "example": {"id": "3", "event": "completed", "data": '{"kind": "completed", "status": "completed"}'},
 }
 
-_HEADER_PATTERNS = {"Idempotency-Key": "^[!-~]{1,200}$", "Last-Event-ID": "^[0-9]{0,15}$"}
+_HEADERS = {
+    "Idempotency-Key": (
+        "^[!-~]{1,200}$",
+        "Your own id of the request: a repeat returns the first answer.",
+        "order-17",
+    ),
+    "Last-Event-ID": ("^[0-9]{0,15}$", "Continue after this event.", "3"),
+}
 
-_BYTES = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
+_BYTES = {"*/*": {"schema": {"type": "string", "format": "binary", "description": "The bytes of the file."}}}
 
 _STATUS_TEXT = {
-    200: "Done",
-    201: "Made",
-    202: "Not yet",
-    204: "Done; nothing to say",
-    206: "A part",
-    304: "As it was",
-    416: "No such part",
-    503: "Not now",
+    200: "Success",
+    201: "Created",
+    202: "Accepted; not finished yet",
+    204: "Success without content",
+    206: "A part of the content",
+    304: "Not modified",
+    416: "Range not satisfiable",
+    503: "Not ready",
 }
 
 
 def document(routes: tuple[Route, ...], version: str) -> dict[str, Any]:
     types = _types(routes)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    _describe(components, types)
     by_type = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        for number, path in enumerate(route.paths):
-            operation = _operation(route, by_type, components)
-            if number:
-                operation["operationId"] += f"_alias_{number}"
-                operation["summary"] += f" (another name of {route.path})"
-                operation["deprecated"] = True
-            paths.setdefault(path, {})[route.method.lower()] = operation
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, by_type, components)
     for query in {route.query for route in routes if route.query is not None}:
-        # Told parameter by parameter, where it is asked for.
+        # The document lists query fields as parameters of each operation.
         del components[query.__name__]
     return {
         "openapi": "3.1.0",
@@ -84,21 +96,44 @@ def _types(routes: tuple[Route, ...]) -> list[Any]:
     return list(found.values())
 
 
+def _describe(components: dict[str, Any], types: list[Any]) -> None:
+    found: set[type[msgspec.Struct]] = set()
+    left = list(types)
+    while left:
+        kind = left.pop()
+        if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+            left += typing.get_args(kind)
+        elif kind not in found:
+            found.add(kind)
+            left += hints_of(kind).values()
+            # Structs that are encoded as arrays have no properties.
+            for field, schema in components[kind.__name__].get("properties", {}).items():
+                schema.setdefault("description", description_of(kind, field))
+                for each in (schema, *schema.get("anyOf", ())):
+                    # Sets: the decoder merges duplicates and does not refuse them.
+                    each.pop("uniqueItems", None)
+
+
 def _operation(route: Route, by_type: dict[int, Any], components: dict[str, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": route.name,
         "summary": route.summary,
+        "description": _description(route),
         "tags": [route.noun],
         "parameters": [*_in_path(route), *_in_query(route, components), *_in_headers(route)],
         "responses": _responses(route, by_type),
         "security": [{"key": []}] if route.roles else [],
         "x-roles": sorted(role.value for role in route.roles),
     }
+    if route.aliases:
+        operation["x-aliases"] = list(route.aliases)
     if route.body is not None:
         operation["requestBody"] = {
             "required": not route.is_body_optional,
-            "content": {"application/json": {"schema": by_type[id(route.body)]}},
-            "description": f"At most {said_bytes(route.max_bytes)}, packed or unpacked",
+            "content": {
+                "application/json": {"schema": by_type[id(route.body)], "example": example_of(route.body)}
+            },
+            "description": f"At most {said_bytes(route.max_bytes)}, compressed or not",
             "x-max-bytes": route.max_bytes,
         }
     if route.takes_form and route.body is not None:
@@ -110,21 +145,37 @@ def _operation(route: Route, by_type: dict[int, Any], components: dict[str, Any]
     return operation
 
 
+def _description(route: Route) -> str:
+    roles = ", ".join(sorted(role.value for role in route.roles))
+    found = f"{route.summary}. " + (f"Roles: {roles}." if roles else "No key is needed.")
+    if route.aliases:
+        found += f" Older paths: {', '.join(f'`{path}`' for path in route.aliases)}."
+    return found
+
+
 def _form(body: dict[str, Any]) -> dict[str, Any]:
     """The fields of the body, then the file."""
     fields = {name: _without_null(schema) for name, schema in body["properties"].items()}
+    file = {"type": "string", "format": "binary", "description": "The file. It is the last field."}
     return {
         "type": "object",
-        "properties": {**fields, FORM_FILE: {"type": "string", "format": "binary"}},
+        "properties": {**fields, FORM_FILE: file},
         "required": [FORM_FILE],
         "additionalProperties": False,
-        "description": "What is said of the file stands before it",
+        "description": "Fields that describe the file come before the file",
     }
 
 
 def _in_path(route: Route) -> list[dict[str, Any]]:
     return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string", "minLength": 1},
+            "description": f"The {name.replace('_', ' ')}.",
+            "example": value_of(route.name, name, str),
+        }
         for name in route.parameters
     ]
 
@@ -134,7 +185,12 @@ def _in_query(route: Route, components: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     found = []
     for name, schema in components[route.query.__name__]["properties"].items():
-        parameter: dict[str, Any] = {"name": name, "in": "query", "schema": _without_null(schema)}
+        parameter: dict[str, Any] = {
+            "name": name,
+            "in": "query",
+            "schema": _without_null(schema),
+            "description": schema["description"],
+        }
         if schema.get("type") == "object":
             parameter |= {"style": "deepObject", "explode": True}
         found.append(parameter)
@@ -142,19 +198,30 @@ def _in_query(route: Route, components: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A query has no null: what may be left out is left out."""
+    """Queries and forms have no null: callers leave the field out."""
     schema = {name: value for name, value in schema.items() if name != "default"}
     if "anyOf" in schema:
         kinds = [kind for kind in schema["anyOf"] if kind != {"type": "null"}]
-        schema = kinds[0] if len(kinds) == 1 else {**schema, "anyOf": kinds}
+        if len(kinds) > 1:
+            return {**schema, "anyOf": kinds}
+        schema = {**kinds[0], "description": schema["description"]}
     return schema
 
 
 def _in_headers(route: Route) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "in": "header", "schema": {"type": "string", "pattern": _HEADER_PATTERNS[name]}}
-        for name in route.headers
-    ]
+    found = []
+    for name in route.headers:
+        pattern, description, example = _HEADERS[name]
+        found.append(
+            {
+                "name": name,
+                "in": "header",
+                "schema": {"type": "string", "pattern": pattern},
+                "description": description,
+                "example": example,
+            }
+        )
+    return found
 
 
 def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
@@ -164,13 +231,19 @@ def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
         if kind is bytes:
             found[str(status)]["content"] = _BYTES
         elif kind is str:
-            found[str(status)]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+            found[str(status)]["content"] = {
+                "text/plain": {"schema": {"type": "string"}, "example": "comfyfleet_jobs_waiting 3\n"}
+            }
         elif kind is not None:
-            found[str(status)]["content"] = {"application/json": {"schema": by_type[id(kind)]}}
+            found[str(status)]["content"] = {
+                "application/json": {"schema": by_type[id(kind)], "example": example_of(kind)}
+            }
     if route.streams:
-        found["200"].setdefault("content", {})["text/event-stream"] = {"schema": _SSE}
+        found["200"].setdefault("content", {})["text/event-stream"] = _SSE
     if route.is_page:
-        found["200"]["content"] = {"text/html": {"schema": {"type": "string"}}}
+        found["200"]["content"] = {
+            "text/html": {"schema": {"type": "string"}, "example": "<!doctype html><title>ComfyFleet</title>"}
+        }
     by_status: dict[int, list[str]] = {500: [INCIDENT]}
     for code in route.all_refusals:
         by_status.setdefault(KINDS[code].status, []).append(code.value)
@@ -180,18 +253,23 @@ def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
         answer["description"] = f"{answer['description']} {said}".strip()
         answer.setdefault("content", {})[CONTENT_TYPE] = {"schema": by_type[id(Problem)]}
         if status in (429, 503):
-            answer["headers"] = {"Retry-After": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+            answer["headers"] = {
+                "Retry-After": {
+                    "schema": {"type": "string", "pattern": "^[0-9]+$"},
+                    "description": "Seconds to wait before the next try.",
+                }
+            }
     return dict(sorted(found.items()))
 
 
 def page(routes: tuple[Route, ...]) -> str:
-    """The table as Markdown, for docs/protocol.md."""
+    """The routes as Markdown, for docs/protocol.md."""
     lines = []
     for noun in dict.fromkeys(route.noun for route in routes):
         lines += [
             f"### {noun[:1].upper()}{noun[1:]}",
             "",
-            "| call | what | who | refuses |",
+            "| call | what it does | roles | problems |",
             "|---|---|---|---|",
         ]
         for route in routes:
@@ -203,13 +281,13 @@ def page(routes: tuple[Route, ...]) -> str:
 
 def _row(route: Route) -> str:
     calls = "<br>".join(f"`{route.method} {re.sub(' ', '', path)}`" for path in route.paths)
-    who = ", ".join(sorted(role.value for role in route.roles)) or "anybody"
+    who = ", ".join(sorted(role.value for role in route.roles)) or "no key"
     codes = ", ".join(f"`{code.value}`" for code in route.refuses) or "–"
     return f"| {calls} | {route.summary} | {who} | {codes} |"
 
 
 def body_table(routes: tuple[Route, ...]) -> str:
-    """How large bodies may be, as Markdown, for docs/protocol.md."""
+    """The size limits of bodies as Markdown, for docs/protocol.md."""
     lines = ["| at most | the body of |", "|---|---|"]
     for most in sorted({route.max_bytes for route in routes if route.body is not None}):
         named = ", ".join(
@@ -224,8 +302,8 @@ def said_bytes(size: int) -> str:
 
 
 def problem_table() -> str:
-    """The closed list as Markdown, for docs/protocol.md."""
+    """All problem codes as Markdown, for docs/protocol.md."""
     lines = ["| code | status | |", "|---|---|---|"]
     lines += [f"| `{code.value}` | {kind.status} | {kind.title} |" for code, kind in KINDS.items()]
-    lines.append(f"| `{INCIDENT}` | 500 | A defect of the hub; `incident` finds it in the log |")
+    lines.append(f"| `{INCIDENT}` | 500 | A defect of the hub; search its log for `incident` |")
     return "\n".join(lines)

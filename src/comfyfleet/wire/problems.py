@@ -1,6 +1,6 @@
-"""Every no as an answer: a refusal's code has one HTTP status, a fault is 503, anything else 500 with an incident id.
+"""Errors as HTTP problem documents (RFC 9457): each refusal code has one status, a fault is 503, a defect 500.
 
-The bodies are those of RFC 9457 (`application/problem+json`). Logging an incident is for whoever caught it.
+The caller logs defects under the incident id.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ class ProblemKind(NamedTuple):
 
 
 KINDS: dict[RefusalCode, ProblemKind] = {
-    RefusalCode.INVALID_REQUEST: ProblemKind(400, "The request cannot be understood"),
-    RefusalCode.UNAUTHENTICATED: ProblemKind(401, "A valid key is needed"),
+    RefusalCode.INVALID_REQUEST: ProblemKind(400, "The request is not valid"),
+    RefusalCode.UNAUTHENTICATED: ProblemKind(401, "A valid key is required"),
     RefusalCode.CREDITS_SHORT: ProblemKind(402, "Not enough credits"),
-    RefusalCode.NOT_ALLOWED: ProblemKind(403, "This key may not do that"),
-    RefusalCode.NOT_FOUND: ProblemKind(404, "There is no such thing"),
-    RefusalCode.DUPLICATE_DIFFERS: ProblemKind(409, "The same name was used for something else"),
-    RefusalCode.WRONG_PHASE: ProblemKind(409, "Not in this phase"),
-    RefusalCode.LEASE_LOST: ProblemKind(409, "The lease is over"),
-    RefusalCode.TOO_LARGE: ProblemKind(413, "More than is taken"),
-    RefusalCode.INVALID_WORKFLOW: ProblemKind(422, "The workflow can run nowhere"),
-    RefusalCode.UNWORKABLE: ProblemKind(422, "No worker can run this"),
+    RefusalCode.NOT_ALLOWED: ProblemKind(403, "The key's role does not allow this"),
+    RefusalCode.NOT_FOUND: ProblemKind(404, "Not found"),
+    RefusalCode.DUPLICATE_DIFFERS: ProblemKind(409, "The same id was used with different content"),
+    RefusalCode.WRONG_PHASE: ProblemKind(409, "Not possible in the current state"),
+    RefusalCode.LEASE_LOST: ProblemKind(409, "The lease has ended"),
+    RefusalCode.TOO_LARGE: ProblemKind(413, "The request is too large"),
+    RefusalCode.INVALID_WORKFLOW: ProblemKind(422, "The workflow is not valid"),
+    RefusalCode.UNWORKABLE: ProblemKind(422, "No worker can run the job"),
     RefusalCode.RATE_LIMITED: ProblemKind(429, "Too many requests", retry_after_s=1),
     RefusalCode.QUEUE_FULL: ProblemKind(503, "The queue is full", retry_after_s=5),
-    RefusalCode.UNAVAILABLE: ProblemKind(503, "Not now", retry_after_s=1),
+    RefusalCode.UNAVAILABLE: ProblemKind(503, "Temporarily unavailable", retry_after_s=1),
 }
-"""The closed list, each code with its one status."""
+"""All codes, each with its status."""
 
 INCIDENT = "internal"
-"""The one code that is no refusal: a defect of the hub, found again in its log by the incident's id."""
+"""The code of a defect of the hub. The incident id finds it in the log."""
 
 
 class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The members every problem has. A program reads `code`; what else there is stands beside it."""
+    """The members of every problem. Refusals add their details."""
 
     type: str
+    """The code as a URN."""
     title: str
     status: int
+    """The HTTP status."""
     code: str
     detail: str = ""
     request_id: str = ""
@@ -56,7 +58,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ProblemAnswer(NamedTuple):
-    """A problem on its way out: flat, as RFC 9457 wants its extension members."""
+    """A problem as it is sent: RFC 9457 wants extension members at the top level."""
 
     status: int
     body: dict[str, Any]
@@ -65,7 +67,7 @@ class ProblemAnswer(NamedTuple):
     def headers(self) -> dict[str, str]:
         found = {}
         if self.retry_after_s is not None:
-            # Whole seconds, and never sooner than is right.
+            # The header has whole seconds: round up.
             found["retry-after"] = str(max(1, -int(-self.retry_after_s // 1)))
         if self.status == 401:
             found["www-authenticate"] = "Bearer"
@@ -73,7 +75,7 @@ class ProblemAnswer(NamedTuple):
 
 
 def answer_to(error: BaseException, request_id: str = "", incident: str = "") -> ProblemAnswer:
-    """`incident` names the line in the log for an error that nobody expected."""
+    """`incident` is the id under which the log has an unexpected error."""
     if isinstance(error, Refusal):
         return refused(error, request_id)
     if isinstance(error, Fault):
@@ -83,7 +85,7 @@ def answer_to(error: BaseException, request_id: str = "", incident: str = "") ->
         "A defect of the hub",
         500,
         INCIDENT,
-        f"This was not expected; the log has it under {incident}",
+        f"An unexpected error: search the hub's log for {incident}",
         request_id,
     )
     return ProblemAnswer(500, {**_members(problem), "incident": incident}, None)
@@ -105,17 +107,17 @@ def refused(refusal: Refusal, request_id: str = "") -> ProblemAnswer:
 
 
 def refusal_in(status: int, body: bytes) -> Refusal | Fault:
-    """The other way: what a far hub answered, as the same refusal the engine would have raised."""
+    """The answer of a remote hub as the refusal that its engine raised."""
     try:
         members: Mapping[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
         code = RefusalCode(members["code"])
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, ValueError):
-        return Fault(f"the hub answered with status {status} and no problem it is known for")
+        return Fault(f"the hub answered with status {status} and without a known problem code")
     rest = {name: value for name, value in members.items() if name not in Problem.__struct_fields__}
     retry_after_s = members.get("retry_after_s")
     if isinstance(retry_after_s, int | float) and not isinstance(retry_after_s, bool) and retry_after_s >= 0:
         rest["retry_after_s"] = retry_after_s
-    # Whoever answered may be no hub at all.
+    # These would clash with parameters of `Refusal`, and the answer may not come from a hub.
     for name in ("self", "message"):
         rest.pop(name, None)
     return Refusal(code, str(members.get("detail", "")), **rest)

@@ -1,7 +1,6 @@
-"""Progress as one record everywhere, and the events of both streams: a job's own and the fleet's.
+"""Progress and events as clients see them, on the stream of a job and of the fleet.
 
-What happened is the model's (`Fact`, `ProgressEvent`, `FleetEvent`); here is how it looks to somebody who
-watches. How frames reach watchers is the hub's.
+The model has the events themselves (`Fact`, `ProgressEvent`, `FleetEvent`); the hub sends them.
 """
 
 from __future__ import annotations
@@ -36,23 +35,24 @@ _PHASES = {
     FactKind.FAILED: Phase.FAILED,
     FactKind.CANCELLED: Phase.CANCELLED,
 }
-"""Where a fact leaves its job. The others change nothing about it."""
+"""The phase after a fact. Other facts do not change the phase."""
 
 
 class StreamQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For whoever cannot send the header `Last-Event-ID`."""
-
     last_event_id: EventNumber = 0
 
 
 class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which events of the fleet. `kind` may be several, with commas; metadata is `metadata[name]=value`."""
-
     job: Name | None = None
+    """Only events of this job."""
     worker: Name | None = None
+    """Only events of this worker."""
     tenant: Name | None = None
+    """Only events of this tenant's jobs."""
     kind: Name | None = None
+    """Only events of these kinds, separated by commas."""
     metadata: dict[str, str] = {}
+    """Only events of jobs with these metadata, as `metadata[name]=value`."""
     job_id: Name | None = None
     """The same as `job`."""
     worker_id: Name | None = None
@@ -60,7 +60,7 @@ class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProgressBody(msgspec.Struct, frozen=True):
-    """What is not known is null."""
+    """Unknown values are null."""
 
     id: str
     status: str
@@ -72,14 +72,15 @@ class ProgressBody(msgspec.Struct, frozen=True):
     message: str | None = None
     worker_id: str | None = None
     lease: int | None = None
+    """The number of the lease."""
     started_at: float | None = None
     updated_at: float | None = None
     estimated_completion: float | None = None
-    """From the pace of the steps, and from how long such a workflow and its nodes took before."""
+    """When the job is expected to end, from the pace of its steps and from earlier runs of the workflow."""
 
 
 class FactBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A change of a job's state. The last one of a job that has ended carries what came of it."""
+    """A change of a job's state. The fact that ends a job has its result or error."""
 
     id: str
     number: int
@@ -93,7 +94,7 @@ class FactBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ProgressEventBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Other news of a running job: it was accepted, it started, a node's output, a preview."""
+    """Progress of a running job: accepted, started, a node's output, a preview."""
 
     id: str
     kind: str
@@ -106,7 +107,7 @@ class ProgressEventBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FleetBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event of the fleet, of a job or of a worker."""
+    """An event of a job or a worker."""
 
     kind: str
     at: float
@@ -172,7 +173,7 @@ def fleet_body(
 
 
 def told(data: dict[str, Any]) -> dict[str, Any]:
-    """What a worker said of its progress, as far as it can be understood: other programs send other things."""
+    """The known fields of a progress report. Other programs send other fields, which are left out."""
     value, most = _number(data.get("value")), _number(data.get("max"))
     percentage = _number(data.get("percentage", data.get("progress")))
     if percentage is None and value is not None and most:
@@ -190,7 +191,7 @@ def told(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def remaining_s(data: dict[str, Any]) -> float | None:
-    """How long the run will still take, as its worker sees it."""
+    """The worker's estimate of the rest of the run."""
     told_s = _number(data.get("remaining_s"))
     return told_s if told_s is not None and 0 <= told_s <= _LONGEST_S else None
 

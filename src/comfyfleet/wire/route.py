@@ -1,4 +1,4 @@
-"""What one row of the table of routes says, and short words to write rows with. The rows are `routes.py`'s."""
+"""The type of one route and helpers that build routes. `routes.py` and `admin_routes.py` have the table."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ WORKER_NOUN = "worker protocol"
 
 _KIB, _MIB = 1024, 1024 * 1024
 TINY_BYTES = 4 * _KIB
-"""A name and a token, from somebody who has no key yet."""
+"""For callers without a key."""
 SMALL_BYTES = 64 * _KIB
-"""A form."""
 LISTED_BYTES = _MIB
-"""Lists of a thousand names."""
+"""For lists of a thousand names."""
 TOLD_BYTES = 8 * _MIB
-"""What a server has, and previews of what it makes."""
+"""For inventories of servers and previews."""
 LARGE_BYTES = 32 * _MIB
-"""Workflows and results: real graphs have less than 5 MiB, and some carry pictures as text."""
+"""For workflows and results: graphs are usually below 5 MiB, but some embed pictures."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -44,31 +43,31 @@ class Route(msgspec.Struct, frozen=True):
     body: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = None
     reads: type[msgspec.Struct] | None = None
-    """What the body is decoded as, where that is not what the document shows."""
+    """The type that decodes the body, if it differs from the documented one."""
     answers: dict[int, Any] = {}
-    """By status: the type of the body, which is JSON but for `bytes` and `str`; None for none."""
+    """By status: the type of the JSON body. `bytes` and `str` are sent as they are; None: no body."""
     refuses: tuple[RefusalCode, ...] = ()
-    """Beside what every route may answer."""
+    """Codes in addition to those that every route can answer with."""
     headers: tuple[str, ...] = ()
     is_body_optional: bool = False
     max_bytes: int = SMALL_BYTES
-    """The most its body may have, sent and unpacked. Of `LARGE_BYTES` the hub's settings make more or less."""
+    """The size limit of the body, compressed and decompressed. The hub's settings can change `LARGE_BYTES`."""
     in_parts: bool = False
-    """Its body is a list whose items are decoded, and bounded, one by one."""
+    """The body is a list; each item is decoded and limited by itself."""
     only_reads: bool = False
-    """It changes nothing, for all that it is a POST."""
+    """A POST that changes nothing."""
     takes_form: bool = False
-    """Its body may also be a form with a file in it, and is then read by the handler piece by piece."""
+    """The body may be a form with a file, which the handler reads in pieces."""
     takes_bytes: bool = False
-    """Its body is a file, and is read by the handler piece by piece."""
+    """The body is a file, which the handler reads in pieces."""
     parks: bool = False
-    """The answer may take a while: whoever hangs up meanwhile is noticed."""
+    """The answer can take a while, so the hub watches for a caller that disconnects."""
     takes_token: bool = False
-    """The key may stand in the query: browsers cannot send a header with a stream or a socket."""
+    """The query may contain the key: browsers cannot send headers with a stream or a WebSocket."""
     streams: bool = False
-    """It may be answered with Server-Sent Events."""
+    """The answer may be a stream of Server-Sent Events."""
     is_page: bool = False
-    """It is answered with HTML, and so are its refusals to a browser."""
+    """The answer is HTML; browsers get problems as HTML too."""
     noun: str = ""
 
     @property
@@ -77,13 +76,12 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names in the path."""
         parts = self.path.split("/")
         return tuple(part[1:-1] for part in parts if part.startswith("{"))
 
     @property
     def audited(self) -> Literal["operations", "jobs"] | None:
-        """Where a change is noted. Of workers only that one enrolled: what they report stands with their jobs."""
+        """Which audit log records the call. Of the worker protocol only enrolment: jobs keep the reports."""
         if (
             self.method == "GET"
             or self.only_reads
@@ -91,7 +89,7 @@ class Route(msgspec.Struct, frozen=True):
         ):
             return None
         if self.noun == "files":
-            # By a link, the bytes come of a file that was noted when it was made.
+            # Uploads by link belong to a file whose creation is already in the log.
             return "jobs" if self.roles else None
         return "jobs" if self.noun == "jobs" else "operations"
 

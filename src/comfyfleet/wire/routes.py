@@ -1,7 +1,7 @@
-"""ONE table of routes: who may, what is sent, what is answered, what may be refused. What is not here does not exist.
+"""The table of all routes: roles, body, answers and problems of each.
 
-The OpenAPI document, the page docs/protocol.md and the tests of every route with every role are made from it; the hub
-binds a handler to each name.
+The OpenAPI document, docs/protocol.md and the tests of roles are generated from it. The hub binds a handler to each
+name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ JOBS = of_noun(
         "submit",
         "POST",
         "/api/jobs",
-        "Submit a job; it is durable when the answer comes",
+        "Submit a job. The hub has stored it when it answers",
         CALLERS,
         aliases=("/jobs", "/api/ai-jobs"),
         body=bodies.SubmitBody,
@@ -62,7 +62,7 @@ JOBS = of_noun(
     post_route(
         "submit_batch",
         "/api/jobs/batch",
-        f"Submit up to {bodies.MAX_BATCH} jobs, each answered by itself",
+        f"Submit up to {bodies.MAX_BATCH} jobs; each gets its own answer",
         CALLERS,
         answers.BatchAnswer,
         aliases=("/jobs/batch", "/api/ai-jobs/batch"),
@@ -74,7 +74,7 @@ JOBS = of_noun(
     post_route(
         "convert",
         "/api/workflows/convert",
-        "A workflow as the ComfyUI editor saves it, made into the graph that servers run",
+        "Convert a workflow that the ComfyUI editor saved into the graph that servers run",
         CALLERS,
         bodies.ConvertBody,
         body=bodies.ConvertBody,
@@ -85,7 +85,7 @@ JOBS = of_noun(
     get_route(
         "list_jobs",
         "/api/jobs",
-        "List jobs by submission, the newest first unless `order=oldest`",
+        "List jobs, newest first; with `order=oldest` oldest first",
         READERS,
         answers.JobList,
         aliases=("/jobs", "/api/ai-jobs"),
@@ -94,7 +94,7 @@ JOBS = of_noun(
     get_route(
         "get_job",
         "/api/jobs/{job_id}",
-        "The state of a job, with its attempts",
+        "Get the state of a job and its attempts",
         READERS,
         answers.JobDetails,
         aliases=("/jobs/{job_id}", "/api/ai-jobs/{job_id}"),
@@ -102,7 +102,7 @@ JOBS = of_noun(
     get_route(
         "get_payload",
         "/api/jobs/{job_id}/payload",
-        "What was asked for with a job: workflow, requirements and the rest, as it can be submitted again",
+        "Get the submission of a job (workflow, requirements and so on) in a form that can be submitted again",
         CALLERS,
         answers.PayloadBody,
     ),
@@ -110,7 +110,7 @@ JOBS = of_noun(
         "get_result",
         "GET",
         "/api/jobs/{job_id}/result",
-        "What came of a job; 202 while it is open",
+        "Get the result of a job; 202 while it has not ended",
         READERS,
         aliases=("/jobs/{job_id}/result",),
         answers={200: answers.ResultBody, 202: answers.ResultBody},
@@ -119,7 +119,7 @@ JOBS = of_noun(
         "watch_job",
         "GET",
         "/api/jobs/{job_id}/progress",
-        "Watch a job to its end: Server-Sent Events unless JSON is asked for; 204 when there is nothing left to say",
+        "Watch a job until it ends: Server-Sent Events, or JSON if requested; 204 when no event follows",
         READERS,
         aliases=("/api/ai-jobs/{job_id}/progress",),
         query=progress.StreamQuery,
@@ -132,7 +132,7 @@ JOBS = of_noun(
         "job_progress",
         "GET",
         "/jobs/{job_id}/progress",
-        "The progress of a job: JSON unless Server-Sent Events are asked for",
+        "Get the progress of a job: JSON, or Server-Sent Events if requested",
         READERS,
         query=progress.StreamQuery,
         answers={200: progress.ProgressBody, 204: None},
@@ -143,7 +143,7 @@ JOBS = of_noun(
     get_route(
         "explain_job",
         "/api/jobs/{job_id}/explain",
-        "Why a job is not running",
+        "Explain why a job is not running",
         READERS,
         Explanation,
         aliases=("/jobs/{job_id}/explain",),
@@ -151,7 +151,7 @@ JOBS = of_noun(
     post_route(
         "cancel_job",
         "/api/jobs/{job_id}/cancel",
-        "Cancel a job: at once while it waits, else its worker is told",
+        "Cancel a job. A waiting job is cancelled at once; for a running job the hub tells its worker",
         CALLERS,
         answers.CancelBody,
         aliases=("/jobs/{job_id}/cancel",),
@@ -161,7 +161,7 @@ JOBS = of_noun(
     post_route(
         "retry_job",
         "/api/jobs/{job_id}/retry",
-        "Run a job again: failed or cancelled in a new round, running in a new attempt once its worker has stopped it",
+        "Run a job again: a failed or cancelled job in a new round, a running one after its worker has stopped it",
         CALLERS,
         answers.SubmittedBody,
         aliases=("/jobs/{job_id}/retry",),
@@ -170,7 +170,7 @@ JOBS = of_noun(
     post_route(
         "pause_job",
         "/api/jobs/{job_id}/pause",
-        "Keep a job from running; it keeps its place. A running one is paused once its worker has stopped it",
+        "Pause a job; it keeps its place in the queue. A running job pauses after its worker has stopped it",
         CALLERS,
         answers.JobDetails,
         aliases=("/jobs/{job_id}/pause",),
@@ -179,7 +179,7 @@ JOBS = of_noun(
     post_route(
         "resume_job",
         "/api/jobs/{job_id}/resume",
-        "Let a paused job run again",
+        "Resume a paused job",
         CALLERS,
         answers.JobDetails,
         aliases=("/jobs/{job_id}/resume",),
@@ -200,7 +200,7 @@ JOBS = of_noun(
         "delete_job",
         "DELETE",
         "/api/jobs/{job_id}",
-        "Forget a job that has ended, with payload and result; one that has not is cancelled first",
+        "Delete a job with its payload and result. A job that has not ended is cancelled first",
         CALLERS,
         aliases=("/jobs/{job_id}",),
         answers={204: None},
@@ -210,15 +210,19 @@ JOBS = of_noun(
 
 QUEUE = of_noun(
     "queue",
-    get_route("stats", "/api/stats", "How many jobs wait, run and ended", READERS, answers.StatsBody),
+    get_route("stats", "/api/stats", "Count waiting, running and ended jobs", READERS, answers.StatsBody),
     post_route(
-        "pause_queue", "/api/queue/pause", "Lease nothing until resumed", OPERATORS, answers.QueueBody
+        "pause_queue",
+        "/api/queue/pause",
+        "Pause the queue: no job is leased until it is resumed",
+        OPERATORS,
+        answers.QueueBody,
     ),
-    post_route("resume_queue", "/api/queue/resume", "Lease again", OPERATORS, answers.QueueBody),
+    post_route("resume_queue", "/api/queue/resume", "Resume the queue", OPERATORS, answers.QueueBody),
     get_route(
         "list_dead",
         "/api/dead-letter",
-        "Jobs that failed for good",
+        "List jobs that failed and are not retried",
         LOOKERS,
         answers.JobList,
         query=bodies.PageQuery,
@@ -226,7 +230,7 @@ QUEUE = of_noun(
     post_route(
         "retry_dead",
         "/api/dead-letter/{job_id}/retry",
-        "Run a dead job again, in a new round",
+        "Run a failed job again in a new round",
         OPERATORS,
         answers.SubmittedBody,
         refuses=_RETRY,
@@ -234,7 +238,7 @@ QUEUE = of_noun(
     post_route(
         "purge_dead",
         "/api/dead-letter/purge",
-        "Forget dead jobs, oldest first",
+        "Delete failed jobs, oldest first",
         OPERATORS,
         answers.PurgeAnswer,
         body=bodies.PurgeBody,
@@ -248,7 +252,7 @@ FLEET = of_noun(
         "events",
         "GET",
         "/api/events",
-        "Watch the fleet: Server-Sent Events, best effort, with `resync` where some were left out",
+        "Watch the fleet with Server-Sent Events (best effort); the event `resync` says that events were left out",
         READERS,
         query=progress.EventsQuery,
         answers={200: None},
@@ -258,7 +262,7 @@ FLEET = of_noun(
     get_route(
         "list_workers",
         "/api/workers",
-        "Every known worker, or those of one `status`; `active`: all that are not offline",
+        "List workers, all or those of one `status`; `active` means all that are not offline",
         LOOKERS,
         answers.WorkerList,
         aliases=("/workers",),
@@ -267,7 +271,7 @@ FLEET = of_noun(
     get_route(
         "get_worker",
         "/api/workers/{worker_id}",
-        "One worker, with its capabilities",
+        "Get a worker and its capabilities",
         LOOKERS,
         answers.WorkerDetails,
         aliases=("/workers/{worker_id}",),
@@ -275,45 +279,43 @@ FLEET = of_noun(
     post_route(
         "drain_worker",
         "/api/workers/{worker_id}/drain",
-        "Let it finish and leave",
+        "Drain a worker: it finishes its jobs and disconnects",
         OPERATORS,
         answers.WorkerDetails,
     ),
     post_route(
         "pause_worker",
         "/api/workers/{worker_id}/pause",
-        "Give it nothing new",
+        "Pause a worker: it gets no new jobs",
         OPERATORS,
         answers.WorkerDetails,
     ),
     post_route(
         "resume_worker",
         "/api/workers/{worker_id}/resume",
-        "Give it work again: paused, drained or removed",
+        "Resume a worker that was paused, drained or removed",
         OPERATORS,
         answers.WorkerDetails,
     ),
     post_route(
         "refresh_worker",
         "/api/workers/{worker_id}/refresh",
-        "Let it look at once what its servers have",
+        "Tell a worker to read the inventory of its servers now",
         OPERATORS,
         answers.WorkerDetails,
     ),
     post_route(
         "drain_workers",
         "/api/fleet/drain",
-        "Let every worker finish and leave",
+        "Drain every worker: all finish their jobs and disconnect",
         OPERATORS,
         answers.WorkerList,
     ),
-    post_route(
-        "pause_workers", "/api/fleet/pause", "Give no worker anything new", OPERATORS, answers.WorkerList
-    ),
+    post_route("pause_workers", "/api/fleet/pause", "Pause every worker", OPERATORS, answers.WorkerList),
     post_route(
         "resume_workers",
         "/api/fleet/resume",
-        "Give work again to every worker that was paused or drained",
+        "Resume every worker that was paused or drained",
         OPERATORS,
         answers.WorkerList,
     ),
@@ -321,14 +323,14 @@ FLEET = of_noun(
         "remove_worker",
         "DELETE",
         "/api/workers/{worker_id}",
-        "Forget a worker and its blocks; one that is there is kept out until it is resumed",
+        "Remove a worker and its blocks. A connected worker stays excluded until it is resumed",
         OPERATORS,
         answers={204: None},
     ),
     get_route(
         "list_blocks",
         "/api/blocks",
-        "Which worker is kept from what",
+        "List blocks: which worker does not get which workflow or job",
         LOOKERS,
         answers.BlockList,
         query=bodies.WholeQuery,
@@ -337,7 +339,7 @@ FLEET = of_noun(
         "lift_block",
         "DELETE",
         "/api/blocks/{worker_id}/{target}",
-        "Lift a block by hand",
+        "Lift a block",
         OPERATORS,
         answers={204: None},
     ),
@@ -349,7 +351,7 @@ WORKER = of_noun(
         "worker_enrol",
         "POST",
         "/api/worker/enrol",
-        "Turn an enrolment token into a key for one worker",
+        "Exchange an enrolment token for the key of one worker",
         ANYBODY,
         body=worker.EnrolBody,
         max_bytes=TINY_BYTES,
@@ -359,7 +361,7 @@ WORKER = of_noun(
     post_route(
         "worker_register",
         "/api/worker/register",
-        "Say what a worker offers",
+        "Register a worker with its capabilities",
         WORKERS,
         worker.RegisteredBody,
         body=worker.RegisterBody,
@@ -369,7 +371,7 @@ WORKER = of_noun(
         "worker_describe",
         "POST",
         "/api/worker/describe",
-        "Tell the inputs of a server's nodes, so that workflows of the editor can be converted",
+        "Describe the inputs of a server's node classes, so that the hub can convert workflows of the editor",
         WORKERS,
         body=worker.DescribeBody,
         max_bytes=LARGE_BYTES,
@@ -380,7 +382,7 @@ WORKER = of_noun(
         "worker_poll",
         "POST",
         "/api/worker/poll",
-        "Ask for a job; parks until there is one. The same poll id gets the same lease",
+        "Poll for a job. The hub waits up to `wait_s` for one. The same poll id gets the same lease",
         WORKERS,
         body=worker.PollBody,
         max_bytes=TOLD_BYTES,
@@ -391,7 +393,7 @@ WORKER = of_noun(
     post_route(
         "worker_heartbeat",
         "/api/worker/heartbeat",
-        "Renew leases and hear commands",
+        "Renew leases and receive commands",
         WORKERS,
         worker.HeartbeatAnswer,
         body=worker.HeartbeatBody,
@@ -401,7 +403,7 @@ WORKER = of_noun(
     post_route(
         "worker_progress",
         "/api/worker/progress",
-        "News of running jobs, in a batch",
+        "Report the progress of running jobs in a batch",
         WORKERS,
         worker.HeartbeatAnswer,
         body=worker.ProgressBatch,
@@ -410,7 +412,7 @@ WORKER = of_noun(
     post_route(
         "worker_complete",
         "/api/worker/complete",
-        "A job is done",
+        "Report that a job completed",
         WORKERS,
         worker.ReportAnswer,
         body=worker.CompleteBody,
@@ -420,7 +422,7 @@ WORKER = of_noun(
     post_route(
         "worker_fail",
         "/api/worker/fail",
-        "A job failed, and how",
+        "Report that an attempt failed, and how",
         WORKERS,
         worker.ReportAnswer,
         body=worker.FailBody,
@@ -439,7 +441,7 @@ WORKER = of_noun(
     post_route(
         "worker_commands",
         "/api/worker/commands",
-        "Parks until there is something to tell the worker",
+        "Wait for commands to the worker",
         WORKERS,
         worker.CommandsAnswer,
         body=worker.CommandsBody,
@@ -449,7 +451,7 @@ WORKER = of_noun(
         "worker_unregister",
         "POST",
         "/api/worker/unregister",
-        "Take nothing until registered again",
+        "Unregister a worker: it gets no jobs until it registers again",
         WORKERS,
         body=worker.UnregisterBody,
         answers={204: None},

@@ -1,6 +1,6 @@
-"""The names that came before: of statuses, of fields, of capabilities. Understood here, at the door, and nowhere else.
+"""Old names of statuses, fields and capabilities, which only the API layer knows.
 
-Each face of the product spells the five phases in its own way; inside there is one word for each.
+Each API spells the five phases in its own way; the code inside has one word for each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class StatusDialect(StrEnum):
     SOCKET = "socket"
     """Old WebSocket callers, and the keys in Redis."""
     BROKER = "broker"
-    """Of the old job broker: understood, and not spoken, since its routes are names of today's."""
+    """The old job broker: read, never written."""
 
 
 _SAME = {phase: phase.value for phase in Phase}
@@ -50,21 +50,21 @@ def parse_status(status: str) -> Phase:
     except KeyError:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"status {status!r} is not known: say one of {', '.join(KNOWN_STATUSES)}",
+            f"status {status!r} is not known: use one of {', '.join(KNOWN_STATUSES)}",
         ) from None
 
 
 OLD_SERVICE_NAMES = ("service_type", "job_type", "service_required")
-"""In a submission: what is `service` now."""
+"""Old names of the field `service` of a submission."""
 
 OLD_TENANT_NAMES = ("customer_id", "tenant_id")
-"""In a submission: what is `tenant` now."""
+"""Old names of the field `tenant` of a submission."""
 
 
 def modern_capabilities(given: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
-    """A worker's capabilities in today's form, and its free memory where the old form had it among them.
+    """A worker's capabilities in the current form, and its free memory if the old form contained it.
 
-    Before, services were names alone, models stood beside them by service, tenants were customers.
+    In the old form services are names, `models` lists models by service, and tenants are called customers.
     """
     found = dict(given)
     models = found.pop("models", None)

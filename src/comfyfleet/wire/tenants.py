@@ -1,7 +1,4 @@
-"""Tenants as an administrator sets them up and sees them.
-
-What was found between the store and tenants' databases, as it is told over HTTP, and the routes that tell it.
-"""
+"""Tenants in the API, and the differences that reconciliation finds between the store and tenant databases."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ Text = Annotated[str, Meta(max_length=256)]
 class TenantBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     id: TenantName
     pool: Name = "default"
-    """Where its jobs, files and credits shall lie: one of those in the hub's settings."""
+    """The tenant database for its jobs, files and credits: a name from the hub's settings."""
     name: Text = ""
     price: Price | None = None
-    """What a job costs; nothing unless given."""
+    """How jobs are priced. Default: they cost nothing."""
     weight: Weight = 1.0
     tier: Priority = 0
     isolation: Isolation = "none"
@@ -39,15 +36,15 @@ class TenantBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     denied_models: Names = ()
     caps: TenantCaps = TenantCaps()
     unrunnable_after: Wait | None = None
-    """Waiting jobs that no known worker can run fail after so many seconds; as the hub's setting says unless given."""
+    """Seconds after which a waiting job that no known worker can run fails. Default: the hub's setting."""
 
 
 class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is left out stays as it is. Lists and caps are given whole."""
+    """Fields that are left out stay as they are. Lists and caps are replaced as a whole."""
 
     name: Text | UnsetType = UNSET
     price: Price | UnsetType | None = UNSET
-    """Null: jobs cost nothing. Rounds that are open are charged by the price they began with."""
+    """How jobs are priced; null: they cost nothing. Open rounds keep the price with which they began."""
     weight: Weight | UnsetType = UNSET
     tier: Priority | UnsetType = UNSET
     isolation: Isolation | UnsetType = UNSET
@@ -66,8 +63,6 @@ class MoveBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeleteQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`confirm` repeats the tenant's id: what is deleted does not come back."""
-
     confirm: Name | None = None
 
 
@@ -91,7 +86,7 @@ class TenantView(msgspec.Struct, frozen=True):
     moving_to: str | None = None
     unrunnable_after: float | None = None
     waits_for: str | None = None
-    """Of one that is being moved or deleted: what that waits for just now."""
+    """What a move or deletion of the tenant is waiting for."""
 
 
 class TenantList(msgspec.Struct, frozen=True):
@@ -106,7 +101,7 @@ def view(tenant: Tenant, waits_for: str | None = None) -> TenantView:
 
 
 def asked_for(body: TenantBody | TenantChange) -> dict[str, Any]:
-    """The fields of a tenant that a body speaks of."""
+    """The fields of a tenant that the body contains."""
     found = {
         name: value for name in TenantChange.__struct_fields__ if (value := getattr(body, name)) is not UNSET
     }
@@ -120,7 +115,7 @@ class FindingView(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str
     message: str
     mends_itself: bool
-    """Whether the hub knows what to do about it. Otherwise somebody has to look."""
+    """Whether the hub can repair it. Otherwise an operator has to."""
     job_id: str | None = None
     round: int | None = None
 
@@ -128,7 +123,7 @@ class FindingView(msgspec.Struct, frozen=True, omit_defaults=True):
 class FindingList(msgspec.Struct, frozen=True):
     findings: tuple[FindingView, ...]
     is_mended: bool
-    """Whether what mends itself was mended. In a dry run nothing is changed."""
+    """Whether the repairs were made. A dry run changes nothing."""
 
 
 def finding_view(
@@ -147,14 +142,14 @@ RECONCILING = of_noun(
     get_route(
         "look_for_differences",
         "/api/reconcile",
-        "Where the store and tenants' databases differ, and books that do not add up; nothing is changed",
+        "Compare the store with the tenant databases and check every ledger; changes nothing",
         OPERATORS,
         FindingList,
     ),
     post_route(
         "reconcile",
         "/api/reconcile",
-        "The same, and what mends itself is mended; hubs do so by themselves every minute",
+        "Compare and repair what can be repaired automatically; hubs do this every minute",
         ADMIN,
         FindingList,
     ),

@@ -1,10 +1,6 @@
-"""Webhooks as callers set them up and see them, and what a receiver is sent.
+"""Webhooks in the API, and deliveries: their content and their signature in the form of Standard Webhooks.
 
-The form of what is sent is that of Standard Webhooks: `type`, `timestamp`, `data`; how it is signed is `webhooks.py`'s.
-
-How a delivery is signed: HMAC-SHA256 over id, timestamp and body, in the form of Standard Webhooks.
-
-Who has which secret, and for how long an old one still signs, is kept elsewhere; here is what both sides compute.
+`tenancy/webhooks.py` keeps webhooks and secrets.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from comfyfleet.wire.bodies import Events, Name, Seconds, Url
 from comfyfleet.wire.progress import fact_body
 
 MAX_EVENT_BYTES = 256 * 1024
-"""A result that makes it larger is left out: it can be asked for."""
+"""A result that would make the event larger is left out."""
 
 
 class SubscriptionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -38,27 +34,28 @@ class SubscriptionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     events: Events | None = None
     name: Annotated[str, Meta(max_length=256)] = ""
     every_tenant: bool = False
-    """It hears of everybody's jobs, and is signed with the hub's own secret: for operators."""
+    """Receive events of all tenants, signed with the hub's secret. Only for operators."""
 
 
 class WebhookChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is left out stays as it is."""
+    """Fields that are left out stay as they are."""
 
     url: Url | UnsetType = UNSET
     events: Events | UnsetType | None = UNSET
-    """Null: the last ones of each job."""
+    """Events that are delivered; null: the ones that end a job."""
     name: Annotated[str, Meta(max_length=256)] | UnsetType = UNSET
 
 
 class SecretBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     overlap_s: Seconds = 86400.0
-    """So long deliveries are signed with the secret before it too."""
+    """Seconds for which deliveries are also signed with the previous secret."""
     every_tenant: bool = False
-    """The secret of the hub's own webhooks: for operators."""
+    """Change the secret of the hub's own webhooks. Only for operators."""
 
 
 class DeliveriesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     status: Literal["any", "pending", "delivered", "given_up"] = "any"
+    """Only deliveries with this status."""
     cursor: Name | None = None
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
 
@@ -66,11 +63,11 @@ class DeliveriesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 class WebhookView(msgspec.Struct, frozen=True):
     id: str
     url: str
-    """Without its query, which may hold a secret."""
+    """The URL without its query, which may contain a secret."""
     events: tuple[FactKind, ...]
     created_at: float
     tenant: str | None
-    """Null: it hears of everybody's jobs."""
+    """The tenant whose events it receives; null: all tenants."""
     name: str = ""
 
 
@@ -80,22 +77,22 @@ class WebhookList(msgspec.Struct, frozen=True):
 
 
 class WebhookTested(msgspec.Struct, frozen=True):
-    """What came of a test delivery. What the receiver said beside its status is not told."""
+    """The outcome of a test delivery, without the content of the receiver's answer."""
 
     id: str
-    """Of the delivery: its header `webhook-id`."""
+    """The id of the delivery, as in its header `webhook-id`."""
     webhook_id: str
     url: str
     is_delivered: bool
     seconds: float
     status: int | None = None
-    """Of the receiver's answer; null: there was none."""
+    """The HTTP status of the receiver's answer; null: it did not answer."""
     error: str | None = None
 
 
 class CreatedSecret(msgspec.Struct, frozen=True):
     secret: str
-    """It is not shown again."""
+    """The secret. The hub does not show it again."""
     created_at: float
     tenant: str | None = None
     old_until: float | None = None
@@ -107,12 +104,12 @@ class DeliveryView(msgspec.Struct, frozen=True):
     event: str
     url: str
     webhook: str
-    """The id of a standing webhook, or `job` for the one that came with the job."""
+    """The id of the webhook, or `job` for the one in the submission."""
     status: DeliveryStatus
     attempts: int
     created_at: float
     next_at: float | None = None
-    """Of one that is pending."""
+    """When a pending delivery is tried next, in seconds since 1970."""
     last_at: float | None = None
     last_status: int | None = None
     last_error: str | None = None
@@ -127,7 +124,7 @@ class DeliveryList(msgspec.Struct, frozen=True):
 
 
 class EventData(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fact, and of the job what tells a receiver which one it is. An ending carries what came of it."""
+    """The fact and the job's identity. A fact that ends the job has its result or error."""
 
     id: str
     number: int
@@ -144,7 +141,7 @@ class EventData(msgspec.Struct, frozen=True, omit_defaults=True):
     result: JobResult | None = None
     error: Failure | None = None
     is_cut: bool = False
-    """The result was too large to send: `GET /api/jobs/{id}/result` has it."""
+    """Whether the result was too large to send; `GET /api/jobs/{id}/result` returns it."""
 
 
 class EventBody(msgspec.Struct, frozen=True):
@@ -154,8 +151,7 @@ class EventBody(msgspec.Struct, frozen=True):
 
 
 def test_event(webhook_id: str, at: float) -> bytes:
-    """What a receiver is sent to try it out."""
-    data = {"webhook_id": webhook_id, "message": "a test delivery: there is nothing to do"}
+    data = {"webhook_id": webhook_id, "message": "This is a test delivery. No action is needed."}
     return msgspec.json.encode({"type": "webhook.test", "timestamp": _timestamp(at), "data": data})
 
 
@@ -168,7 +164,7 @@ def event_name(kind: FactKind) -> str:
 
 
 def event(fact: Fact, job: Job) -> bytes:
-    """What a receiver is sent. A job that was taken up again since then tells nothing of its new round here."""
+    """The body of a delivery. It never contains the result of a later round of the job."""
     told = fact_body(fact)
     is_last_word = fact.kind.is_final and job.round == fact.round
     data = EventData(
@@ -243,12 +239,12 @@ def new_secret(chance: bytes) -> str:
 
 
 def signatures(secrets: Iterable[str], delivery_id: str, timestamp: int, body: bytes) -> str:
-    """One for each secret: while an old one is still good, receivers that have either can verify."""
+    """A signature for each secret, so that receivers with the old or the new one can verify."""
     return " ".join(_VERSION + _sign(secret, delivery_id, str(timestamp), body) for secret in secrets)
 
 
 def is_signed(secret: str, delivery_id: str, timestamp: str, body: bytes, given: str) -> bool:
-    """Whether one of the signatures that were given is this secret's. Raises `ValueError` for what is no secret."""
+    """Whether one of the signatures was made with this secret. Raises `ValueError` if the secret is not valid."""
     good = (_VERSION + _sign(secret, delivery_id, timestamp, body)).encode()
     found = False
     for each in given.split(" "):
@@ -260,10 +256,10 @@ def _sign(secret: str, delivery_id: str, timestamp: str, body: bytes) -> str:
     try:
         key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
     except binascii.Error as error:
-        raise ValueError(f"a secret begins with {SECRET_PREFIX} and goes on in base64") from error
+        raise ValueError(f"the secret is not valid: it is {SECRET_PREFIX} followed by base64") from error
     if not key:
-        # Anybody can sign with nothing. It is what a receiver has whose setting was forgotten.
-        raise ValueError(f"the secret is empty: it begins with {SECRET_PREFIX} and goes on in base64")
-    # Whatever was sent as an id is compared: some servers tell bytes that are no text by surrogates.
+        # Anybody can sign with an empty secret, which is what a missing setting looks like.
+        raise ValueError(f"the secret is empty: it is {SECRET_PREFIX} followed by base64")
+    # Some web servers turn bytes that are not UTF-8 into surrogates.
     signed = f"{delivery_id}.{timestamp}.".encode("utf-8", "surrogatepass") + body
     return base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()

@@ -1,6 +1,6 @@
-"""What is spoken on `/hub`: the messages of callers, monitors and workers as one table, and how events look there.
+"""The messages of the WebSocket `/hub`, from callers, monitors and workers, and the events it sends.
 
-The names and the spelling of statuses are those that came before; what a message means is the same as over HTTP.
+Names and statuses are the old ones; each message does the same as its HTTP route.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from comfyfleet.wire.status_names import StatusDialect, parse_status, status_nam
 from comfyfleet.wire.worker import LeaseBody, Load, Slots, Wait, lease_body
 
 _BESIDE = frozenset({"type", "request_id", "message_id", "timestamp", "client_id", "traceparent"})
-"""May stand in any message: what kind it is, and what its sender knows it by."""
+"""Fields that any message may have."""
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """A field that is not known is passed over: these messages have been sent for long, with much beside."""
+    """Unknown fields are ignored: old clients send many."""
 
 
 class JobMessage(_Said, frozen=True):
@@ -48,7 +48,7 @@ class Monitor(_Said, frozen=True):
 
 class WorkerMessage(_Said, frozen=True):
     worker_id: Name
-    """`*`: every worker."""
+    """A worker, or `*` for all."""
 
 
 class EmptyMessage(_Said, frozen=True):
@@ -64,7 +64,7 @@ class RegisterWorkerMessage(_Said, frozen=True):
 
 
 class RequestJob(_Said, frozen=True):
-    """With capabilities it registers too, where the worker is not known or was known by others."""
+    """With capabilities it also registers a worker that is unknown or has other capabilities."""
 
     worker_id: Name
     capabilities: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class RequestJob(_Said, frozen=True):
 
 
 class LeaseMessage(_Said, frozen=True):
-    """Without its lease a job is the one this connection was given."""
+    """Without a lease, the job's lease is the one that this connection received."""
 
     job_id: Name
     worker_id: Name | None = None
@@ -108,7 +108,7 @@ class MessageKind(NamedTuple):
     roles: frozenset[Role]
     body: type[msgspec.Struct]
     is_old: bool = False
-    """Callers and monitors have moved to HTTP and Server-Sent Events."""
+    """HTTP and Server-Sent Events replace it."""
 
 
 KINDS: dict[str, MessageKind] = {
@@ -137,15 +137,15 @@ KINDS: dict[str, MessageKind] = {
 }
 
 AGENT_PROTOCOL = "comfyfleet.worker.v1"
-"""The subprotocol of agents: each message is a call of the workers' door with its body, each answer names its call."""
+"""The subprotocol of agents: each message is a call of the worker protocol, each answer names its call."""
 
 AGENT_MESSAGE_BYTES = 1024 * 1024
-"""Every hub takes messages of this size. What is larger goes over HTTP: packed, and not in the way of heartbeats."""
+"""Every hub accepts messages of this size. Larger ones go over HTTP: compressed, and without delaying heartbeats."""
 
 
 class AgentKind(NamedTuple):
     route: str
-    """Of the workers' door over HTTP: body, answer and meaning are the same."""
+    """The HTTP route with the same body, answer and meaning."""
     answered: str
 
 
@@ -161,7 +161,7 @@ AGENT_KINDS: dict[str, AgentKind] = {
     "unregister_worker": AgentKind("worker_unregister", "worker_unregistered"),
 }
 WITHDRAW = "withdraw"
-"""Ends a call that is parked; nobody waits for its answer any more."""
+"""Ends a waiting call, which then gets no answer."""
 NO_JOB = "no_job"
 ERROR = "error"
 
@@ -176,7 +176,7 @@ class AgentCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`status` and `body` are those of the answer over HTTP: with an `error`, a problem."""
+    """`status` and `body` are those of the HTTP answer; the body of an `error` is a problem."""
 
     type: str
     request_id: int
@@ -188,18 +188,15 @@ ALIASES = {"cancel": "cancel_job", "retry": "retry_job", "pause": "pause_job", "
 
 
 def read(name: str, message: dict[str, Any]) -> Any:
-    """The message as what its kind says it is."""
     given = {field: value for field, value in message.items() if field not in _BESIDE}
     try:
         return msgspec.convert(given, KINDS[name].body)
     except msgspec.ValidationError as error:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"the message is not what is expected of {name!r}: {error}"
-        ) from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the message {name!r} is not valid: {error}") from error
 
 
 def message_of(event: Any) -> dict[str, Any] | None:
-    """An event as old callers and monitors hear it. None: they do not."""
+    """An event as a message to old callers and monitors. None: they do not get it."""
     match event:
         case ProgressBody():
             status = status_name(parse_status(event.status), StatusDialect.SOCKET)
@@ -231,7 +228,7 @@ def message_of(event: Any) -> dict[str, Any] | None:
         case FactBody(kind="cancelled"):
             reason = (event.data or {}).get("reason", "")
             return {"type": "job_cancelled", "job_id": event.id, "status": "cancelled", "reason": reason}
-    # Whatever else happens to a job is told by the progress that follows it.
+    # The progress that follows shows all other changes.
     return None
 
 
@@ -264,7 +261,7 @@ def assigned(job: LeasedJob) -> dict[str, Any]:
 
 
 def result_of(given: Any) -> JobResult:
-    """In today's form, or anything at all, which is then the output of a node named `result`."""
+    """A result in the current form. Anything else becomes the output of a node named `result`."""
     if given is None:
         return JobResult()
     if isinstance(given, dict) and given.keys() <= set(JobResult.__struct_fields__):
@@ -276,7 +273,7 @@ def result_of(given: Any) -> JobResult:
 
 
 def failure_of(given: Any) -> Failure:
-    """In today's form, or whatever words there are."""
+    """A failure in the current form, or one of kind `unknown` with the given text."""
     if isinstance(given, dict):
         try:
             return msgspec.convert(given, Failure)
@@ -284,7 +281,7 @@ def failure_of(given: Any) -> Failure:
             return Failure(
                 FailureKind.UNKNOWN, str(given.get("message") or given.get("error") or given)[:10_000]
             )
-    return Failure(FailureKind.UNKNOWN, str(given or "the worker gave no reason")[:10_000])
+    return Failure(FailureKind.UNKNOWN, str(given or "The worker reported no reason.")[:10_000])
 
 
 def _given(event: msgspec.Struct) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""The workers' door as bodies: register, poll, heartbeat, progress, the three reports that end a lease, commands.
+"""Bodies of the worker protocol: register, poll, heartbeat, progress, the reports that end a lease, and commands.
 
-A lease travels as one object that a worker sends back unchanged. Capabilities travel once; from then on their hash,
-as the hub gave it, stands for them, so that a poll stays small.
+A worker sends a lease back unchanged. It sends capabilities once and then their hash, so that polls stay small.
 """
 
 from __future__ import annotations
@@ -47,13 +46,15 @@ Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
 
 
 class LeaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker's right to run one job for a while. Sent back as it was received."""
+    """One worker's right to run one job for a while. The worker sends it back as it received it."""
 
     job_id: Name
     round: Annotated[int, Meta(ge=0, le=2**53)]
     number: Annotated[int, Meta(ge=0, le=2**53)]
+    """The number of the lease within the job."""
     epoch: Annotated[int, Meta(ge=0, le=2**53)]
     token: Name
+    """The secret of the lease."""
 
 
 class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -66,30 +67,32 @@ class RegisterBody(_Call, frozen=True):
     environment: Environment | None = None
     slots: Slots | None = None
     max_concurrency: Slots | None = None
-    """What `slots` was called."""
+    """The old name of `slots`."""
     live: LiveState | None = None
     instance: Name | None = None
-    """Which agent it is, the same after a restart where it ran: another one is refused while this one is heard of."""
+    """An id of the agent that survives its restarts. The hub refuses another agent with the same worker id while this
+    one is connected."""
     offline_reason: Annotated[str, Meta(max_length=1_000)] | None = None
-    """Why no server of the worker can be used. The worker is listed as offline, and needs to name no service."""
+    """Why no server of the worker can be used. The worker is then listed as offline and may have no services."""
 
 
 class DescribeBody(_Call, frozen=True):
-    """For each node class its widgets in the editor's order, each a list: name, default, trait, choices. With what it
-    accepts, a list too (inputs by name, output types, whether it comes with ComfyUI), it is kept once for all workers
-    that declare the signature of both."""
+    """Node classes of a server. The hub stores them once for all workers with the same signature."""
 
     worker_id: Name
     definitions: Annotated[dict[str, tuple[Widget, ...]], Meta(max_length=MAX_CLASSES)]
+    """By class: its widgets in the editor's order, each a list of name, default, trait and choices."""
     signatures: Annotated[dict[str, NodeSignature], Meta(max_length=MAX_CLASSES)] = {}
+    """By class: a list of inputs by name, output types, and whether the class comes with ComfyUI."""
 
 
 class PollBody(_Call, frozen=True):
-    """With capabilities it registers too; with their hash it is refused as `not_found` when the hub has others."""
+    """With capabilities the poll also registers. With an outdated hash it is refused with `not_found`."""
 
     worker_id: Name
     poll_id: Name | None = None
-    """The same one gets the same lease. Without one, a lease whose answer was lost goes back after `acknowledge_s`."""
+    """Your own id of this poll: a repeat gets the same lease. Without one, a lease whose answer was lost returns to the
+    queue after `acknowledge_s`."""
     wait_s: Wait = 30.0
     capabilities_hash: Name | None = None
     capabilities: dict[str, Any] | None = None
@@ -97,7 +100,7 @@ class PollBody(_Call, frozen=True):
     slots: Slots | None = None
     max_concurrency: Slots | None = None
     current_load: Load | None = None
-    """How many jobs it runs, whoever gave them: of two that suit a job alike the less loaded one gets it."""
+    """How many jobs the worker runs. Of two equally suitable workers the less loaded one gets the job."""
     providers: Annotated[tuple[Name, ...], Meta(max_length=100)] = ()
     live: LiveState | None = None
     instance: Name | None = None
@@ -108,16 +111,16 @@ class ReportBody(_Call, frozen=True):
     kind: ProgressKind
     data: dict[str, Any] = {}
     image: bytes | None = None
-    """A preview, in base64."""
+    """A preview in base64."""
 
 
 class HeartbeatBody(_Call, frozen=True):
     worker_id: Name
     leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=MAX_SLOTS)] = ()
     reports: Annotated[tuple[ReportBody, ...], Meta(max_length=MAX_REPORTS)] = ()
-    """How far they are: spares a worker that has little to tell a call of its own."""
+    """Progress reports, so that a worker with few of them needs no separate call."""
     inputs: bool = False
-    """Answer with fresh links to the inputs of these leases too."""
+    """Whether the answer should have new links to the inputs of these leases."""
 
 
 class ProgressBatch(_Call, frozen=True):
@@ -125,7 +128,7 @@ class ProgressBatch(_Call, frozen=True):
 
 
 class NextPoll(_Call, frozen=True):
-    """Asks for the next lease with the end of the last. Not waited for: where there is none now, the worker polls."""
+    """Asks for the next lease together with a report. The hub does not wait for a job."""
 
     poll_id: Name
 
@@ -170,13 +173,13 @@ class RegisteredBody(msgspec.Struct, frozen=True, omit_defaults=True):
     capabilities_hash: str
     slots: int
     heartbeat_s: float
-    """At least this often, lease or not."""
+    """The worker sends a heartbeat at least every so many seconds, also without a lease."""
     lost_after_s: float
     connected_at: float
     last_seen_at: float
     profile: str
     knows_nodes: bool | None = None
-    """Whether the hub has been told what nodes of this signature accept. None: none was declared."""
+    """Whether the hub has the node classes of this signature. Absent: the worker declared no signature."""
     id: str = ""
     """The same as `worker_id`."""
 
@@ -185,7 +188,8 @@ class LeasedPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     workflow: dict[str, Any]
     attachments: tuple[Attachment, ...] = ()
     inputs: tuple[InputFile, ...] = ()
-    """Files to fetch, check, and give to a node's input before the run. Without a `url`: it is not there any more."""
+    """Files that the worker downloads, verifies and gives to inputs of nodes before the run. A file without a `url` was
+    deleted."""
 
 
 class LeasedBody(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -198,20 +202,19 @@ class LeasedBody(msgspec.Struct, frozen=True, omit_defaults=True):
     attempt: int = 1
     metadata: dict[str, Any] | None = None
     traceparent: str | None = None
-    """The trace that the job belongs to, for logs and for whoever is asked on its behalf (W3C)."""
+    """The W3C trace context of the job."""
     payload_sha256: str | None = None
-    """Of what this lease runs, in hexadecimal. A worker that computes another one runs nothing, and fails the attempt
-    as `payload_mismatch`."""
+    """The SHA-256 of the payload, in hexadecimal. A worker that computes another one fails the attempt with
+    `payload_mismatch`."""
     tenant: str | None = None
-    """Whose job it is."""
     priority: int = 0
     requirements: dict[str, Any] | None = None
-    """What the caller said that it needs, as in a submission; none where nothing was said."""
+    """The requirements of the submission, if it had any."""
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The lease ends after `duration_s` unless a heartbeat renews it, and after `acknowledge_s` unless a first one
-    comes. A worker counts on its own clock.
+    """The lease expires after `acknowledge_s` without a first heartbeat, and later after `duration_s` without one.
+    Workers measure this with their own clock.
     """
 
     lease: LeaseBody
@@ -227,14 +230,14 @@ class LeaseInputs(msgspec.Struct, frozen=True):
 
 
 class CommandBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Actions that a worker does not know it passes over."""
+    """Workers ignore unknown actions."""
 
     action: str
     job_id: str | None = None
     lease_number: int = 0
     reason: str = ""
     timestamp: float = 0.0
-    """When the hub told it."""
+    """When the hub sent the command, in seconds since 1970."""
 
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True):
@@ -243,9 +246,10 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True):
     lost: tuple[LeaseBody, ...] = ()
     commands: tuple[CommandBody, ...] = ()
     inputs: tuple[LeaseInputs, ...] = ()
-    """Of leases that are alive and have some, where they were asked for."""
+    """New links to the inputs of live leases, if they were requested."""
     missing: tuple[str, ...] = ()
-    """Node classes and models that jobs wait for and this worker does not have. One that finds them registers anew."""
+    """Node classes and models that waiting jobs need and the worker does not have. A worker that finds one registers
+    again."""
 
 
 class ReportAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -255,7 +259,7 @@ class ReportAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CommandsAnswer(msgspec.Struct, frozen=True):
-    """Without commands before its time, it says that a heartbeat has something new."""
+    """An empty answer before `wait_s` has passed means: send a heartbeat."""
 
     commands: tuple[CommandBody, ...] = ()
 
@@ -264,7 +268,7 @@ _CANONICAL = msgspec.json.Encoder(order="deterministic")
 
 
 def capabilities_hash(capabilities: Capabilities) -> str:
-    """Workers need not know how it is made: they send back what they were given."""
+    """Workers do not compute it: they send back what the hub returned."""
     return hashlib.sha256(_CANONICAL.encode(capabilities)).hexdigest()[:32]
 
 
@@ -274,13 +278,14 @@ def registration(body: RegisterBody | PollBody) -> RegisterWorker:
     try:
         capabilities = msgspec.convert(given, Capabilities, strict=False)
     except msgspec.ValidationError as error:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"the capabilities cannot be understood: {error}"
-        ) from error
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the capabilities are not valid: {error}") from error
     offline_reason = (isinstance(body, RegisterBody) and body.offline_reason) or ""
     names = [each.name for each in capabilities.services]
     if len(set(names)) != len(names) or not (names or offline_reason):
-        raise Refusal(RefusalCode.INVALID_REQUEST, "capabilities name at least one service, and each once")
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            "the capabilities must name at least one service, and each service once",
+        )
     if body.environment is not None:
         capabilities = msgspec.structs.replace(capabilities, environment=body.environment)
     if isinstance(body, PollBody) and body.providers:
@@ -339,7 +344,7 @@ def lease_answer(job: LeasedJob) -> LeaseAnswer:
 
 
 def leased_job(answer: LeaseAnswer) -> LeasedJob:
-    """The other way, at the worker."""
+    """The lease as the worker's agent uses it."""
     job = answer.job
     return LeasedJob(
         ref=lease_ref(answer.lease),
@@ -380,7 +385,7 @@ def command_bodies(commands: Iterable[Command], at: float) -> tuple[CommandBody,
 
 
 def commands_in(bodies: Iterable[CommandBody]) -> tuple[Command, ...]:
-    """At the worker: those that it knows. A newer hub may have others."""
+    """The commands that the worker knows. A newer hub may send others."""
     return tuple(
         msgspec.convert(msgspec.structs.asdict(each), Command) for each in bodies if each.action in ACTIONS
     )
