@@ -8,7 +8,7 @@ DEV_STAMP := .venv/.installed-dev
 BENCH_STAMP := .venv-bench/.installed
 PEERS_STAMP := .venv-peers/.installed
 # Tests run in more processes than there are cores: they wait for sockets and timers as much as they compute.
-JOBS ?= 4
+JOBS ?= 6
 # More for pytest, such as OPTIONS=--no-new-skips, or for bench, such as OPTIONS=--all-peers.
 OPTIONS ?=
 

@@ -37,6 +37,7 @@ from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.policy.lifecycle import completed
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Peek, Store
+from comfyfleet.testing.leases import lease_next
 
 PROFILE = ProfileKey("profile")
 WORKER = WorkerId("worker")
@@ -128,7 +129,8 @@ class StoreRig:
         assert await self.store.write(write) is not None
 
     async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        return await self.store.lease_next(offer)
+        """The first job alone, without a window to rank."""
+        return await lease_next(self.store, offer)
 
     async def peek_and_lease(self, offer: LeaseOffer) -> WriteResult | None:
         """As an engine does it for one idle slot: it looks at a window, ranks, and leases what it has chosen."""
@@ -148,7 +150,7 @@ class StoreRig:
         forgotten, and equal ones arrive, so that the same number waits in the same lanes; that part is not timed.
         `takers`: the workers that lease in turn, with their profiles; one worker unless given."""
         lease = self.peek_and_lease if as_engine else self.lease_next
-        charge = self.store.shares.charge
+        charge = self.store.fair_share.charge
         spent = on_the_wall = 0.0
         for _ in range(batches):
             turn = [(WORKER, PROFILE)] * _BATCH if takers is None else itertools.islice(takers, _BATCH)

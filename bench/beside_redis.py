@@ -87,19 +87,18 @@ async def _rates(
         measured, failed = await _able(names, server.url)
         whole: dict[str, list[float]] = {}
 
-        def case(name: str, *more: str) -> Case:
+        def case(name: str) -> Case:
             async def measure() -> float:
                 with Redis(port=server.port) as redis:
                     redis.flushall()
                 jobs = plan.size(_JOBS[name])
-                told = await run(name, "throughput", server.url, jobs, _SLOTS, *more)
-                whole.setdefault(" ".join((name, *more)), []).append(jobs / (told.enqueue_s + told.process_s))
+                told = await run(name, "throughput", server.url, jobs, _SLOTS)
+                whole.setdefault(name, []).append(jobs / (told.enqueue_s + told.process_s))
                 return jobs / told.process_s
 
             return measure
 
-        cases = {name: case(name) for name in measured} | {"ours bare": case("ours", "bare")}
-        processing = await in_turn(cases, plan.rounds)
+        processing = await in_turn({name: case(name) for name in measured}, plan.rounds)
         return measured, failed, whole, processing
 
 

@@ -26,14 +26,14 @@ from bench._report import ROOT
 from bench.load import seconds
 from bench.redis_direct import Direct
 from comfyfleet.model.dispatch import Write
-from comfyfleet.model.ids import TenantId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
 from comfyfleet.stores.redis.client import Argument, RedisClient
 
 _CALLS = 10_000
 _BOUNDS = {50: ">= 60", 500: ">= 85"}
-_FUNCTIONS = {"charge_tenant": "a cheap write", "lease_next": "a lease", "finish": "a completion"}
+_FUNCTIONS = {"charge_tenant": "a cheap write", "lease": "a lease", "finish": "a completion"}
 _MODES = ("store", "client", "load")
 
 Call = Callable[[], Awaitable[object]]
@@ -103,18 +103,22 @@ async def _in_own_process(*arguments: object) -> dict[str, float]:
 async def _prepared(direct: Direct, calls: int) -> dict[str, list[tuple[Call, Raw]]]:
     """Each call as the store makes it, and as it goes over the wire."""
     store = direct.store
+    jobs: list[JobId] = []
     for _ in range(0, 2 * calls, 500):
-        await asyncio.gather(*(direct.enqueue() for _ in range(500)))
+        jobs += await asyncio.gather(*(direct.enqueue() for _ in range(500)))
     writes = []
-    for _ in range(0, calls, 500):
-        found = await asyncio.gather(*(store.lease_next(direct.offer(slot)) for slot in range(500)))
+    for first in range(0, calls, 500):
+        leases = [store.lease(jobs[first + slot], direct.offer(slot)) for slot in range(500)]
+        found = await asyncio.gather(*leases)
         writes += [direct.completion(each.dispatch) for each in found if each is not None]
     tenant = TenantId("tenant")
     return {
-        "charge_tenant": [(partial(store.shares.charge, tenant, 1.0), (tenant, "1.0"))] * calls,
-        "lease_next": [
-            (partial(store.lease_next, offer), codec.encode_offer(offer))
-            for offer in (direct.offer(number % 500) for number in range(calls))
+        "charge_tenant": [(partial(store.fair_share.charge, tenant, 1.0), (tenant, "1.0"))] * calls,
+        "lease": [
+            (partial(store.lease, job_id, offer), (job_id, *codec.encode_offer(offer)))
+            for job_id, offer in (
+                (jobs[calls + number], direct.offer(number % 500)) for number in range(calls)
+            )
         ],
         "finish": [(partial(store.write, write), _finish(write)) for write in writes],
     }

@@ -141,7 +141,7 @@ async def _store_case(place: Place, profiles: int, repeats: int) -> Case:
             offer = LeaseOffer(
                 WorkerId("worker"), names[number % profiles], PollId("poll"), LeaseToken("token"), 60, 10
             )
-            leased = await rig.store.lease_next(offer)
+            leased = await rig.lease_next(offer)
             assert leased is not None, "the job that came is there"
             await rig.finish(leased)
         return spent / repeats

@@ -1,7 +1,7 @@
 """Goals 1 and 2: a lease costs the same whatever waits, and what fits is found behind whatever does not.
 
-Each axis is varied alone. The goal is on the store's own `lease_next`; what an engine does for one idle slot (`peek`,
-then `lease`) is reported beside it.
+Each axis is varied alone. The goal is on a look at the first job and its lease; what an engine does for one idle slot
+(a look at a window of lanes, then a lease) is reported beside it.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ async def behind_misfits(plan: Plan, kind: str) -> list[Entry]:
         for _ in range(plan.repeats(100)):
             arrived = await rig.enqueue(fitting)
             offer, started, number = rig.offer(), rig.spent_s(), 1
-            while (leased := await rig.store.lease_next(offer)) is None and number < 10:
+            while (leased := await rig.lease_next(offer)) is None and number < 10:
                 number += 1
             times.append(rig.spent_s() - started)
             is_right = leased is not None and leased.dispatch.job_id == arrived.dispatch.job_id

@@ -1,9 +1,9 @@
 """Our side of goals 3 and 7: a worker that works directly on the Redis store, in a process of its own.
 
-    python -m bench.redis_direct throughput|latency <url> <jobs> <slots> [bare]
+    python -m bench.redis_direct throughput|latency <url> <jobs> <slots>
 
-Facts are written with every change, and a job has begun once its payload is in the worker's hands, as a peer hands it
-over; `bare` leaves that reading out. Prints one line of JSON, as the peers do.
+It leases and completes with the library's functions for direct workers. Facts are written with every change, and the
+lease brings the payload, as a peer hands it over. Prints one line of JSON, as the peers do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import random
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -30,7 +30,11 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, LeaseToken, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.policy.lifecycle import completed
+from comfyfleet.stores.redis.client import Argument
+from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.dispatches import as_bytes
 from comfyfleet.stores.redis.store import RedisStore
 
 _PROFILE = ProfileKey("profile")
@@ -39,6 +43,7 @@ _CLASS = RequirementClass(Requirements(node_classes=("class",)))
 _QUEUED = (FactDraft(FactKind.QUEUED),)
 _COMPLETED = (FactDraft(FactKind.COMPLETED),)
 _WARM_UPS = 5
+_jobs = msgspec.json.Decoder(Job)
 # Calls under way together while the queue is filled; the client sends them in one write.
 _AT_ONCE = 1000
 
@@ -48,18 +53,26 @@ def _payload(job_id: JobId) -> Submission:
     return Submission({"text": f"{job_id:x>256}"})
 
 
+def _worker(slot: int) -> WorkerId:
+    return WorkerId(f"worker-{slot}")
+
+
 class Direct:
     def __init__(self, url: str) -> None:
         self.store = RedisStore(url)
         self._numbers = itertools.count(1)
 
-    async def open(self) -> None:
+    async def open(self, slots: int = 0) -> None:
+        """A slot is a worker of its own, as a ComfyUI server is."""
         await self.store.open()
         table = await self.store.table()
         if not table.profiles:
             assert await self.store.put_profile(_PROFILE, [], version=table.version)
             version = (await self.store.table()).version
             assert await self.store.put_class(_CLASS, [_PROFILE], version=version)
+        service = Capabilities((Service("comfyui"),))
+        for slot in range(slots):
+            await self.store.add_worker(WorkerRecord(_worker(slot), service, _PROFILE, 1, 1.0, 2.0))
 
     async def enqueue(self) -> JobId:
         now = time.time()
@@ -71,10 +84,24 @@ class Direct:
         return job_id
 
     def offer(self, slot: int = 0) -> LeaseOffer:
-        """A slot is a worker of its own, as a ComfyUI server is."""
         number = next(self._numbers)
         poll_id, token = PollId(f"poll-{number}"), LeaseToken(f"token-{number:026x}")
-        return LeaseOffer(WorkerId(f"worker-{slot}"), _PROFILE, poll_id, token, 60, 10)
+        return LeaseOffer(_worker(slot), _PROFILE, poll_id, token, 60, 10)
+
+    async def lease(self, slot: int) -> tuple[JobId, list[Argument]] | None:
+        """The job and its lease."""
+        offer = self.offer(slot)
+        given = (offer.worker_id, offer.poll_id, offer.token, 10)
+        answer = await self.store._do("worker_lease_next", *given)
+        if answer is None:
+            return None
+        *lease, _, payload, _ = as_list(answer)
+        job_id = JobId(as_bytes(lease[0]).decode())
+        assert _jobs.decode(as_bytes(payload)).payload == _payload(job_id), "its own payload"
+        return job_id, cast("list[Argument]", lease)
+
+    async def complete(self, lease: list[Argument]) -> None:
+        assert await self.store._do("worker_complete", *lease, "{}") == 1
 
     @staticmethod
     def completion(dispatch: Dispatch) -> Write:
@@ -88,10 +115,9 @@ class Direct:
         )
 
 
-async def throughput(url: str, jobs: int, slots: int, *, is_bare: bool) -> dict[str, Any]:
+async def throughput(url: str, jobs: int, slots: int) -> dict[str, Any]:
     direct = Direct(url)
-    await direct.open()
-    store = direct.store
+    await direct.open(slots)
     began = time.perf_counter()
     for first in range(0, jobs, _AT_ONCE):
         await asyncio.gather(*(direct.enqueue() for _ in range(min(_AT_ONCE, jobs - first))))
@@ -100,22 +126,15 @@ async def throughput(url: str, jobs: int, slots: int, *, is_bare: bool) -> dict[
 
     async def slot(number: int) -> None:
         nonlocal done
-        held = await store.lease_next(direct.offer(number))
-        while held is not None:
-            if not is_bare:
-                job = await store.records.get(held.dispatch.job_id)
-                assert job is not None and job.payload == _payload(held.dispatch.job_id), "its own payload"
-            finished, held = await store.finish_and_lease_next(
-                direct.completion(held.dispatch), direct.offer(number)
-            )
-            assert finished is not None
+        while (held := await direct.lease(number)) is not None:
+            await direct.complete(held[1])
             done += 1
 
     began = time.perf_counter()
     await asyncio.gather(*map(slot, range(slots)))
     process_s = time.perf_counter() - began
     assert done == jobs, f"{done} of {jobs} jobs were done"
-    await store.close()
+    await direct.store.close()
     return {"enqueue_s": enqueue_s, "process_s": process_s, "latencies_ms": []}
 
 
@@ -142,7 +161,7 @@ async def park(url: str, jobs: int) -> dict[str, float]:
     direct = Direct(url)
     hint = asyncio.Event()
     direct.store.listen(hint.set)
-    await direct.open()
+    await direct.open(slots=1)
     # The first hint says that the subscription stands.
     await hint.wait()
     print("ready", flush=True)
@@ -150,23 +169,19 @@ async def park(url: str, jobs: int) -> dict[str, float]:
     while len(started) < jobs:
         await hint.wait()
         hint.clear()
-        held = await direct.store.lease_next(direct.offer())
-        while held is not None:
-            job = await direct.store.records.get(held.dispatch.job_id)
-            assert job is not None and job.payload == _payload(held.dispatch.job_id), "its own payload"
-            started[held.dispatch.job_id] = time.time()
-            _, held = await direct.store.finish_and_lease_next(
-                direct.completion(held.dispatch), direct.offer()
-            )
+        while (held := await direct.lease(0)) is not None:
+            job_id, lease = held
+            started[job_id] = time.time()
+            await direct.complete(lease)
     await direct.store.close()
     return started
 
 
 async def main() -> None:
-    mode, url, jobs, slots, *more = sys.argv[1:]
+    mode, url, jobs, slots = sys.argv[1:]
     match mode:
         case "throughput":
-            answer = await throughput(url, int(jobs), int(slots), is_bare="bare" in more)
+            answer = await throughput(url, int(jobs), int(slots))
         case "latency":
             answer = await latency(url, int(jobs))
         case _:

@@ -1,9 +1,9 @@
 """Goal 5, our side: whole durable cycles a second on SQLite (enqueue, lease, complete), and the restart with a backlog.
 
-    python -m bench.sqlite_cycles [--callers 50] [--seconds 3] [--waiting 100000] [--payload 256] [--only plain|fused]
+    python -m bench.sqlite_cycles [--callers 50] [--seconds 3] [--waiting 100000] [--payload 256] [--only]
 
 Every call waits for its own commit. Ids and tokens are counted, not drawn: they are arguments of a store. `--only`
-prints one line of JSON, as the peers do.
+measures the cycles alone and prints one line of JSON, as the peers do.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.policy.lifecycle import completed
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.leases import lease_next
 
 _PROFILE = ProfileKey("profile")
 _QUEUED = (FactDraft(FactKind.QUEUED),)
@@ -58,16 +59,11 @@ class Cycles:
         assert await self.store.enqueue(dispatch, job, _QUEUED) is not None
 
     async def lease(self) -> Dispatch | None:
-        written = await self.store.lease_next(self._offer())
+        written = await lease_next(self.store, self._offer())
         return None if written is None else written.dispatch
 
     async def complete(self, dispatch: Dispatch) -> None:
         assert await self.store.write(self._completion(dispatch)) is not None
-
-    async def complete_and_lease(self, dispatch: Dispatch) -> Dispatch | None:
-        finished, taken = await self.store.finish_and_lease_next(self._completion(dispatch), self._offer())
-        assert finished is not None
-        return None if taken is None else taken.dispatch
 
     def _offer(self) -> LeaseOffer:
         number = next(self._numbers)
@@ -85,27 +81,17 @@ class Cycles:
         )
 
 
-async def cycles_a_second(
-    path: Path, callers: int, seconds: float, payload_bytes: int, *, is_fused: bool = False
-) -> float:
-    """Fused: completing a job and leasing the next is one call, as a worker that has more to do asks for it."""
+async def cycles_a_second(path: Path, callers: int, seconds: float, payload_bytes: int) -> float:
     cycles = Cycles(path, payload_bytes)
     await cycles.open()
     done, started = 0, time.perf_counter()
 
     async def caller() -> None:
         nonlocal done
-        held: Dispatch | None = None
         while time.perf_counter() - started < seconds:
             await cycles.enqueue()
-            if held is None:
-                held = await cycles.lease()
-            if held is not None:
-                if is_fused:
-                    held = await cycles.complete_and_lease(held)
-                else:
-                    await cycles.complete(held)
-                    held = None
+            if (held := await cycles.lease()) is not None:
+                await cycles.complete(held)
                 done += 1
 
     await asyncio.gather(*(caller() for _ in range(callers)))
@@ -154,22 +140,21 @@ async def main() -> None:
     options.add_argument("--waiting", type=int, default=100_000)
     options.add_argument("--payload", type=int, default=256)
     options.add_argument("--reopen", type=Path, help="only open this file and lease once")
-    options.add_argument("--only", choices=("plain", "fused"))
+    options.add_argument("--only", action="store_true")
     given = options.parse_args()
     if given.reopen is not None:
         await reopen(given.reopen)
         return
     with tempfile.TemporaryDirectory() as folder:
-        if given.only is not None:
-            path, is_fused = Path(folder) / "fleet.db", given.only == "fused"
-            rate = await cycles_a_second(path, given.callers, given.seconds, given.payload, is_fused=is_fused)
+        if given.only:
+            path = Path(folder) / "fleet.db"
+            rate = await cycles_a_second(path, given.callers, given.seconds, given.payload)
             print(json.dumps({"rate": rate}))
             return
-        for callers, is_fused in ((1, False), (given.callers, False), (given.callers, True), (500, False)):
-            path = Path(folder) / f"{callers}-{is_fused}.db"
-            rate = await cycles_a_second(path, callers, given.seconds, given.payload, is_fused=is_fused)
-            how = ", completing and leasing in one call" if is_fused else ""
-            print(f"{callers} callers{how}: {rate:,.0f} whole durable cycles a second")
+        for callers in (1, given.callers, 500):
+            path = Path(folder) / f"{callers}.db"
+            rate = await cycles_a_second(path, callers, given.seconds, given.payload)
+            print(f"{callers} callers: {rate:,.0f} whole durable cycles a second")
         spent, job_bytes = await restart(Path(folder) / "backlog.db", given.waiting, given.payload)
         print(f"restart with {given.waiting:,} waiting jobs to the first lease: {spent:.2f} s")
         print(f"resident memory a waiting job, its payload on disk: {job_bytes:,.0f} bytes")

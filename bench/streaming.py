@@ -19,7 +19,8 @@ from bench._measure import Case, Entry, Plan, entry, in_turn, rounded
 from bench.answering import register, submit_all
 from bench.http_load import connect, request, run
 from bench.hub_process import Answering, answering
-from comfyfleet.wire.worker import LeaseAnswer, LeaseBody
+from comfyfleet.model.dispatch import LeaseRef
+from comfyfleet.wire.worker import LeaseAnswer
 
 _WATCHERS = 1_000
 _REPORTERS = 8
@@ -81,7 +82,7 @@ class _Watcher:
 class _Reporter:
     """Sends on whichever connection has its turn, answered or not."""
 
-    def __init__(self, port: int, key: str, leases: list[LeaseBody], at_once: int) -> None:
+    def __init__(self, port: int, key: str, leases: list[LeaseRef], at_once: int) -> None:
         self.sockets = [connect(port) for _ in range(_REPORTERS)]
         self._key = key
         self._heads = [
@@ -152,7 +153,7 @@ async def _told(plan: Plan, *, jobs: int, per_second: float, cpu: list[float]) -
     return told
 
 
-def _lease(hub: Answering, jobs: int) -> list[LeaseBody]:
+def _lease(hub: Answering, jobs: int) -> list[LeaseRef]:
     polls = [
         request("/api/worker/poll", hub.key, {"worker_id": "bench", "poll_id": str(number), "wait_s": 5})
         for number in range(jobs)

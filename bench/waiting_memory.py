@@ -20,7 +20,7 @@ from bench._store import PROFILE, lane
 from bench.pooling import twelve_nodes
 from comfyfleet import Server, WorkflowPool
 from comfyfleet.model.job import Submission
-from comfyfleet.model.workflow import parse_workflow
+from comfyfleet.model.workflow_graph import parse_workflow
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 
 _WHERE = {

@@ -252,7 +252,7 @@ def _causes(lines: Sequence[Line]) -> Callable[[Line, Line], Cause | None]:
             of_process[name].append(_Away(line.at, back(name, line.at), "worker stopped"))
         elif line.what == "killing" and line.role == "server":
             of_server.append(_Away(line.at, back(name, line.at), "server killed"))
-        elif line.what == "killing" and line.role == "pool":
+        elif line.what == "killing" and line.role == "database":
             of_engines.append(_Away(line.at, back(name, line.at), "server killed"))
         elif line.what == "killing" and line.role == "engine":
             of_engines.append(_Away(line.at, back(name, line.at), "engine killed"))

@@ -204,7 +204,7 @@ async def _play(cell: Cell, size: Size, hubs: Sequence[HubProgram], chance: rand
                 api = await stack.enter_async_context(Witness(hub, number, cast))
                 name = WorkerId(f"gpu-{number}-{place}")
                 agent = await stack.enter_async_context(Agent(api, name, [Painter()], _AGENT))
-                await agent.first_verdict()
+                await agent.wait_for_first_check()
         numbers = itertools.count()
         async with asyncio.TaskGroup() as group:
             for clients in callers:

@@ -105,19 +105,19 @@ class Loop:
         stage: Stage,
         caller: Actor,
         size: Size,
-        chance: random.Random,
+        rng: random.Random,
         tell: Teller,
         kills: dict[Role, int],
     ) -> None:
         self._stage = stage
         self._caller = caller
         self._size = size
-        self._chance = chance
+        self._chance = rng
         self._tell = tell
         self._finished = Tail(stage.setting.logs / f"{caller.who}.jsonl", "seen")
         kinds = [kind for kind, count in kills.items() for _ in range(count)]
         # The last tenth of the jobs runs in peace, so that the last kill is felt by something.
-        self._due = sorted(((chance.uniform(0, 0.9 * size.jobs), kind) for kind in kinds), reverse=True)
+        self._due = sorted(((rng.uniform(0, 0.9 * size.jobs), kind) for kind in kinds), reverse=True)
         self._returning: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._server_is_up = True

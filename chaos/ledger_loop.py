@@ -1,5 +1,5 @@
-"""The kill loop with credits: many tenants in several pools, and engines with their relays, workers, the store and the
-pools' PostgreSQL are killed. When all is quiet, every book is read and compared with what callers were told.
+"""The kill loop with credits: many tenants in several databases, and engines with their relays, workers, the store and
+the databases' PostgreSQL are killed. When all is quiet, every book is read and compared with what callers were told.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Told = tuple[str | None, str | None]
 
 class Size(kill_loop.Size, frozen=True):
     tenants: int = 50
-    pools: int = 4
+    databases: int = msgspec.field(default=4, name="pools")
     """The last of them is a file; the others lie on one PostgreSQL."""
-    pool_kills: int = 0
+    database_kills: int = msgspec.field(default=0, name="pool_kills")
 
 
 def planned(size: Size) -> dict[Role, int]:
-    return {**kill_loop.planned(size), "pool": size.pool_kills}
+    return {**kill_loop.planned(size), "database": size.database_kills}
 
 
 class Audited(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 def run(size: Size, seed: int, tell: Teller) -> Audited:
-    with Stage(size.store, size.engines) as stage, _pools(stage, size) as server:
+    with Stage(size.store, size.engines) as stage, _databases(stage, size) as server:
         asyncio.run(_set_up(stage.setting, size))
         set_up(stage, size)
         arguments = (seed, size.jobs, size.window, size.longest_s, size.tenants)
@@ -81,16 +81,16 @@ def run(size: Size, seed: int, tell: Teller) -> Audited:
 
 
 @contextmanager
-def _pools(stage: Stage, size: Size) -> Iterator[PostgresServer]:
+def _databases(stage: Stage, size: Size) -> Iterator[PostgresServer]:
     server = PostgresServer(is_durable=True)
     server.start()
     try:
-        urls = {"pool-0": f"sqlite:///{stage.setting.folder / 'pool.db'}"}
+        urls = {"database-0": f"sqlite:///{stage.setting.folder / 'tenants.db'}"}
         with psycopg.connect(server.url, autocommit=True) as connection:
-            for number in range(1, size.pools):
-                connection.execute(f"CREATE DATABASE pool_{number}".encode())
-                urls[f"pool-{number}"] = f"{server.url.rpartition('/')[0]}/pool_{number}"
-        stage.setting = msgspec.structs.replace(stage.setting, pools=urls)
+            for number in range(1, size.databases):
+                connection.execute(f"CREATE DATABASE tenants_{number}".encode())
+                urls[f"database-{number}"] = f"{server.url.rpartition('/')[0]}/tenants_{number}"
+        stage.setting = msgspec.structs.replace(stage.setting, databases=urls)
         yield server
     finally:
         server.stop()
@@ -102,30 +102,30 @@ class _CreditLoop(Loop):
         stage: Stage,
         caller: Actor,
         size: Size,
-        chance: random.Random,
+        rng: random.Random,
         tell: Teller,
         server: PostgresServer,
     ) -> None:
-        super().__init__(stage, caller, size, chance, tell, planned(size))
-        self._pools = server
-        self._pools_are_up = True
+        super().__init__(stage, caller, size, rng, tell, planned(size))
+        self._databases = server
+        self._databases_are_up = True
 
     def _strike(self, kind: Role) -> bool:
-        if kind != "pool":
+        if kind != "database":
             return super()._strike(kind)
-        if not self._pools_are_up:
+        if not self._databases_are_up:
             return False
-        self._pools_are_up = False
-        self._stage.note("killing", role="pool", value="pools")
-        self._pools.kill()
-        self._stage.kills["pool"] = self._stage.kills.get("pool", 0) + 1
-        self._later(self._chance.uniform(0.0, 3.0), self._start_pools)
+        self._databases_are_up = False
+        self._stage.note("killing", role="database", value="databases")
+        self._databases.kill()
+        self._stage.kills["database"] = self._stage.kills.get("database", 0) + 1
+        self._later(self._chance.uniform(0.0, 3.0), self._start_databases)
         return True
 
-    def _start_pools(self) -> None:
-        self._pools.start()
-        self._stage.note("up", role="pool", value="pools")
-        self._pools_are_up = True
+    def _start_databases(self) -> None:
+        self._databases.start()
+        self._stage.note("up", role="database", value="databases")
+        self._databases_are_up = True
 
 
 # the books
@@ -135,10 +135,10 @@ async def _set_up(setting: Setting, size: Size) -> None:
     async with AsyncExitStack() as stack:
         tenant_services = await _opened(setting, stack)
         for number in range(size.tenants):
-            tenant, pool = tenant_of(number), f"pool-{number % size.pools}"
-            await tenant_services.tenants.create(Tenant(tenant, pool, 1.0, price=FlatPrice(PRICE)))
+            tenant, name = tenant_of(number), f"database-{number % size.databases}"
+            await tenant_services.tenants.create(Tenant(tenant, name, 1.0, price=FlatPrice(PRICE)))
             given = accounting.grant("first", tenant, GRANTED, 1.0)
-            await (await tenant_services.pools.get(pool)).grant(given, accounting.posting_of(given))
+            await (await tenant_services.databases.get(name)).grant(given, accounting.posting_of(given))
 
 
 async def _opened(setting: Setting, stack: AsyncExitStack) -> TenantServices:
@@ -146,7 +146,7 @@ async def _opened(setting: Setting, stack: AsyncExitStack) -> TenantServices:
     store = open_store(setting.url, clock)
     await store.open()
     stack.push_async_callback(store.close)
-    tenant_services = TenantServices(store, clock, setting.pools)
+    tenant_services = TenantServices(store, clock, setting.databases)
     stack.push_async_callback(tenant_services.close)
     return tenant_services
 
@@ -165,7 +165,7 @@ async def _audit(stage: Stage, size: Size, lines: list[Line]) -> Audited:
         settled = consumed = 0
         known: set[str] = set()
         for number in range(size.tenants):
-            home = await tenant_services.homes.of(tenant_of(number))
+            home = await tenant_services.directory.locate(tenant_of(number))
             assert home is not None
             ledger = await home.database.ledger(tenant_of(number))
             wrong += await _wrong(ledger, home.database, told)
@@ -182,10 +182,11 @@ async def _left(tenant_services: TenantServices) -> list[str]:
     deadline = time.monotonic() + QUIET_WITHIN_S
     while True:
         found = [
-            f"{each.job_id} is not settled" for each in await tenant_services.apart.central.unsettled(_MANY)
+            f"{each.job_id} is not settled"
+            for each in await tenant_services.ledger_store.central.unsettled(_MANY)
         ]
-        for pool in tenant_services.pools.names:
-            for hold in await (await tenant_services.pools.get(pool)).open_holds(float("inf"), _MANY):
+        for name in tenant_services.databases.names:
+            for hold in await (await tenant_services.databases.get(name)).open_holds(float("inf"), _MANY):
                 found.append(f"{hold.hold_id} is held")
         if not found or time.monotonic() > deadline:
             return found

@@ -44,7 +44,7 @@ What = Literal[
     "stopping",
     "continued",
 ]
-Role = Literal["caller", "engine", "hub", "worker", "server", "pool"]
+Role = Literal["caller", "engine", "hub", "worker", "server", "database"]
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):

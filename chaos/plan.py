@@ -60,7 +60,7 @@ PARTS: dict[str, PlaySize] = {
         window=150,
     ),
     "credits": ledger_loop.Size(
-        "redis", 20_000, 40, 80, 25, 3, 8, 0, pool_kills=40, window=128, longest_s=1.0, tenants=50
+        "redis", 20_000, 40, 80, 25, 3, 8, 0, database_kills=40, window=128, longest_s=1.0, tenants=50
     ),
     "spending": spending.Size(1_000),
     "zombies-sqlite": zombies.Size("sqlite", 160, direct=0, engines=1),
@@ -83,7 +83,7 @@ QUICK: dict[str, PlaySize] = {
     "redis": kill_loop.Size("redis", 100, 1, 3, 2, direct_workers=2, longest_s=1.0),
     "postgres": kill_loop.Size("postgres", 100, 1, 3, 2, direct_workers=2, longest_s=1.0),
     "direct-redis": kill_loop.Size("redis", 100, 0, 3, 1, 0, 0, 5, 1, slots=2, longest_s=1.0),
-    "credits": ledger_loop.Size("redis", 150, 2, 2, 1, 2, 3, 0, pool_kills=2, longest_s=0.5, tenants=8),
+    "credits": ledger_loop.Size("redis", 150, 2, 2, 1, 2, 3, 0, database_kills=2, longest_s=0.5, tenants=8),
     "spending": spending.Size(20),
     "zombies-sqlite": zombies.Size("sqlite", 4, at_once=4, direct=0, engines=1),
     "zombies-redis": zombies.Size("redis", 4, at_once=4, direct=2),

@@ -47,7 +47,7 @@ RULES = Rules(
 )
 
 # A tenant's job is looked at in its database before the holder of its lease hears of it: that may take a while.
-RULES_WITH_POOLS = msgspec.structs.replace(RULES, lease_ttl_s=3 * LEASE_S, acknowledge_s=3 * LEASE_S)
+RULES_WITH_DATABASES = msgspec.structs.replace(RULES, lease_ttl_s=3 * LEASE_S, acknowledge_s=3 * LEASE_S)
 
 AGENT = AgentSettings(slots=4, poll_wait_s=5.0, command_wait_s=5.0, backoff_base_s=0.05, backoff_cap_s=0.5)
 
@@ -57,7 +57,7 @@ class Setting(msgspec.Struct, frozen=True):
     url: str
     engines: int = 0
     """How many engine processes there are; callers and bridged workers speak to any of them."""
-    pools: dict[str, str] = {}
+    databases: dict[str, str] = {}
     """Databases of tenants, by name. None: nobody knows of tenants."""
 
     @property
@@ -78,8 +78,8 @@ async def opened_engine(setting: Setting) -> AsyncIterator[Engine]:
     while True:
         clock = SystemClock()
         store = open_store(setting.url, clock)
-        tenant_services = TenantServices(store, clock, setting.pools) if setting.pools else None
-        rules = RULES if tenant_services is None else RULES_WITH_POOLS
+        tenant_services = TenantServices(store, clock, setting.databases) if setting.databases else None
+        rules = RULES if tenant_services is None else RULES_WITH_DATABASES
         engine = Engine(store if tenant_services is None else tenant_services.store, rules=rules, clock=clock)
         try:
             await engine.__aenter__()
@@ -92,7 +92,7 @@ async def opened_engine(setting: Setting) -> AsyncIterator[Engine]:
         if tenant_services is None:
             yield engine
         else:
-            async with tenant_services.kept(engine.admit):
+            async with tenant_services.background_tasks(engine.admit):
                 yield engine
             await tenant_services.close()
     finally:

@@ -20,11 +20,11 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 def run(size: Size) -> Spent:
-    store, pool = RedisServer(), PostgresServer()
+    store, database = RedisServer(), PostgresServer()
     try:
         store.start()
-        pool.start()
-        return Spent(size.times, tuple(asyncio.run(spend_at_once(store.url, pool.url, size.times))))
+        database.start()
+        return Spent(size.times, tuple(asyncio.run(spend_at_once(store.url, database.url, size.times))))
     finally:
         store.stop()
-        pool.stop()
+        database.stop()

@@ -279,7 +279,7 @@ async def _play(cell: Cell, size: Size, hubs: Sequence[HubProgram], chance: rand
                 api = await stack.enter_async_context(_Witness(hub, ends))
                 name = WorkerId(f"gpu-{number}-{place}")
                 agent = await stack.enter_async_context(Agent(api, name, [_Painter()], _AGENT))
-                await agent.first_verdict()
+                await agent.wait_for_first_check()
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))

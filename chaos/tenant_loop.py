@@ -1,4 +1,4 @@
-"""Hubs are killed while tenants submit, pay, download, are moved from pool to pool, and are deleted.
+"""Hubs are killed while tenants submit, pay, download, are moved from database to database, and are deleted.
 
 Jobs are encrypted, files lie in an S3 storage, tenants' jobs and credits in databases of their own. When all is quiet,
 every job of a tenant that was not deleted has been downloaded as its caller submitted it, every account is what was
@@ -78,26 +78,26 @@ def run(size: Size, seed: int, tell: Teller) -> Settled:
         for server in (redis, postgres):
             stack.callback(server.stop)
             server.start()
-        pools = _pools(postgres, folder)
+        databases = _databases(postgres, folder)
         env = {
             **settings_of("rules", HUB_RULES),
             **stack.enter_context(_storage()),
-            "COMFYFLEET_POOLS": " ".join(f"{name}={url}" for name, url in pools.items()),
+            "COMFYFLEET_DATABASES": " ".join(f"{name}={url}" for name, url in databases.items()),
             "COMFYFLEET_ENCRYPTION_KEYS": f"k1={base64.b64encode(os.urandom(32)).decode()}",
         }
         hubs = [HubProgram(folder / f"hub-{number}", env, redis.url) for number in range(2)]
         for hub in hubs:
             stack.callback(hub.kill)
             hub.start()
-        play = _Play(size, hubs, list(pools), random.Random(seed), tell)
+        play = _Play(size, hubs, list(databases), random.Random(seed), tell)
         settled = asyncio.run(play.run())
-        readable = asyncio.run(_readable(play, redis.url, pools, folder / "pools"))
+        readable = asyncio.run(_readable(play, redis.url, databases, folder / "databases"))
         return msgspec.structs.replace(settled, wrong=settled.wrong + readable)
 
 
-def _pools(server: PostgresServer, folder: Path) -> dict[str, str]:
-    (folder / "pools").mkdir()
-    urls = {"file": f"sqlite:///{folder / 'pools' / 'pool.db'}"}
+def _databases(server: PostgresServer, folder: Path) -> dict[str, str]:
+    (folder / "databases").mkdir()
+    urls = {"file": f"sqlite:///{folder / 'databases' / 'tenants.db'}"}
     with psycopg.connect(server.url, autocommit=True) as connection:
         for name in ("one", "two"):
             connection.execute(f"CREATE DATABASE {name}".encode())
@@ -122,14 +122,14 @@ def _storage() -> Iterator[dict[str, str]]:
 
 class _Play:
     def __init__(
-        self, size: Size, hubs: list[HubProgram], pools: list[str], chance: random.Random, tell: Teller
+        self, size: Size, hubs: list[HubProgram], databases: list[str], rng: random.Random, tell: Teller
     ) -> None:
         self.cast = Cast()
         self.nonces: list[str] = []
         self._size = size
         self._hubs = hubs
-        self._pools = pools
-        self._chance = chance
+        self._databases = databases
+        self._chance = rng
         self._tell = tell
         self._finished = 0
         self._submitted = 0
@@ -149,8 +149,8 @@ class _Play:
             ]
             clients: dict[str, list[FleetClient]] = {}
             for number, tenant in enumerate(self._tenants):
-                pool = self._pools[number % len(self._pools)]
-                await owners[0].create_tenant(tenant, pool=pool, price=FlatPrice(PRICE))
+                database = self._databases[number % len(self._databases)]
+                await owners[0].create_tenant(tenant, database=database, price=FlatPrice(PRICE))
                 await owners[0].grant_credits(tenant, GRANTED, grant_id="first")
                 key = (await owners[0].create_key("tenant", tenant=tenant)).key
                 clients[tenant] = [
@@ -275,9 +275,9 @@ class _Play:
         self._done["kill"] += 1
 
     async def _move(self, owner: FleetClient, tenant: str) -> None:
-        pool = self._chance.choice(self._pools)
+        database = self._chance.choice(self._databases)
         try:
-            await owner.move_tenant(tenant, pool)
+            await owner.move_tenant(tenant, database)
         except Refusal as refusal:
             # Another move of it goes on, or it lies there already.
             if refusal.code not in (RefusalCode.WRONG_PHASE, RefusalCode.INVALID_REQUEST):
@@ -318,10 +318,10 @@ class _Play:
         return wrong
 
 
-async def _readable(play: _Play, store: str, pools: Mapping[str, str], files: Path) -> tuple[str, ...]:
+async def _readable(play: _Play, store: str, databases: Mapping[str, str], files: Path) -> tuple[str, ...]:
     """What of the jobs can be read by whoever has store and databases, but no key."""
-    lies_there = {"the store": await in_redis(store), "the pool in a file": in_files(files)}
-    lies_there |= {f"pool {name}": in_postgres(url) for name, url in pools.items() if name != "file"}
+    lies_there = {"the store": await in_redis(store), "the database in a file": in_files(files)}
+    lies_there |= {f"database {name}": in_postgres(url) for name, url in databases.items() if name != "file"}
     return shown(lies_there, [*play.nonces, *(each.made for each in play.cast.asked)])
 
 

@@ -2,13 +2,15 @@
 
     .venv/bin/pip install fastapi                # only this example needs it
     .venv/bin/comfyfleet up --fake 1             # in another terminal; with real servers leave out --fake 1
+    export COMFYFLEET_KEY=$(.venv/bin/comfyfleet key create tenant --tenant pictures)
     .venv/bin/uvicorn --app-dir examples fastapi_app:app --port 8000
 
     curl -X POST 'http://127.0.0.1:8000/pictures?prompt=a+red+boat'    # {"id": "…"}
     curl -N http://127.0.0.1:8000/pictures/ID/progress
     curl -o picture.png http://127.0.0.1:8000/pictures/ID
 
-The app finds the hub of this machine, or the one in COMFYFLEET_HUB and COMFYFLEET_KEY. Only the app has the hub's key.
+The app submits with the key in COMFYFLEET_KEY. Without it, on the hub's own machine, it would use the administrator's
+key. COMFYFLEET_HUB names a hub elsewhere. Users of the app get no key.
 A real app also checks who asks: it stores the job's id with its user and answers 404 to everybody else.
 """
 

@@ -41,4 +41,8 @@ def main(requirements: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    try:
+        sys.exit(main(Path(sys.argv[1])))
+    except KeyboardInterrupt:
+        show("")
+        sys.exit("interrupted. The same command continues the installation.")

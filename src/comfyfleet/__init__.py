@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from comfyfleet.model.requirement import LocationNeed as LocationNeed
     from comfyfleet.model.requirement import Preferences as Preferences
     from comfyfleet.model.requirement import Requirements as Requirements
-    from comfyfleet.model.workflow import InvalidWorkflow as InvalidWorkflow
-    from comfyfleet.model.workflow import exact_hash as exact_hash
-    from comfyfleet.model.workflow import hash_workflow as hash_workflow
+    from comfyfleet.model.workflow_graph import InvalidWorkflow as InvalidWorkflow
+    from comfyfleet.model.workflow_hash import exact_hash as exact_hash
+    from comfyfleet.model.workflow_hash import hash_workflow as hash_workflow
     from comfyfleet.policy.failover import FailoverStrategy as FailoverStrategy
     from comfyfleet.policy.failover import SmartFailover as SmartFailover
     from comfyfleet.policy.rules import Rules as Rules
@@ -59,7 +59,8 @@ _NAMES = {
     "comfyfleet.model.failure": ("Failure", "FailureKind", "ServiceFailed"),
     "comfyfleet.model.job": ("Attachment", "JobResult", "OutputFile"),
     "comfyfleet.model.requirement": ("HardwareNeed", "LocationNeed", "Preferences", "Requirements"),
-    "comfyfleet.model.workflow": ("InvalidWorkflow", "exact_hash", "hash_workflow"),
+    "comfyfleet.model.workflow_graph": ("InvalidWorkflow",),
+    "comfyfleet.model.workflow_hash": ("exact_hash", "hash_workflow"),
     "comfyfleet.policy.failover": ("FailoverStrategy", "SmartFailover"),
     "comfyfleet.policy.rules": ("Rules", "Weights"),
     "comfyfleet.pool.events": ("PoolEvent",),

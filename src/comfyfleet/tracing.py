@@ -23,7 +23,7 @@ _ABOUT: ContextVar[Mapping[str, str]] = ContextVar("about", default=MappingProxy
 
 
 @contextmanager
-def about(**known: str) -> Iterator[None]:
+def log_fields(**known: str) -> Iterator[None]:
     """Add fields within the `with` block."""
     token = _ABOUT.set({**_ABOUT.get(), **known})
     try:
@@ -32,7 +32,7 @@ def about(**known: str) -> Iterator[None]:
         _ABOUT.reset(token)
 
 
-def note(**known: str) -> None:
+def bind_log_fields(**known: str) -> None:
     """Add fields until the end of the task."""
     _ABOUT.set({**_ABOUT.get(), **known})
 
@@ -47,6 +47,27 @@ def in_background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
     context = copy_context()
     context.run(begin)
     return asyncio.get_running_loop().create_task(work, name=name, context=context)
+
+
+class BackgroundJob:
+    """Runs `_run` in a task from `start` to `close`. Both can be called twice."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._running is None:
+            self._running = in_background(self._run(), name=self._name)
+
+    async def close(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self) -> None:
+        raise NotImplementedError
 
 
 def log_failure(

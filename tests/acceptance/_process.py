@@ -70,7 +70,7 @@ def started(
         # One that is killed cannot remove its temporary files.
         process.terminate()
         try:
-            process.communicate(timeout=10)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()

@@ -260,8 +260,8 @@ def test_an_interrupted_run_takes_the_job_back(number: int, code: int, tmp_path:
         ended, output, errors = stop(process, number)
         assert (ended, output) == (code, "")
         assert "Traceback" not in errors
-        assert "tries again" not in errors
-        assert "taking the job back…" in errors
+        assert "retrying" not in errors
+        assert "Cancelling the job …" in errors
         assert "Warning" not in errors
         assert eventually(lambda: not ask(f"{urls[0]}/queue")["queue_running"])
 
@@ -290,17 +290,17 @@ def test_an_interrupted_run_that_its_server_does_not_confirm_warns(
         ended, _, errors = stop(process, number)
     assert ended == code
     line = only_line(errors.replace("Warning: ", "Error: "))
-    assert line.endswith("did not confirm that the job was stopped: it may still run there")
+    assert line.endswith("did not confirm that it stopped the job, which may still run there.")
 
 
 def test_a_second_ctrl_c_leaves_at_once_and_says_what_may_still_run(tmp_path: Path) -> None:
     with blocked_run(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert any("Ctrl-C again leaves at once" in line for line in process.stderr)
+        assert any("Ctrl-C again exits at once" in line for line in process.stderr)
         ended, _, errors = stop(process, signal.SIGINT)
     assert ended == 130
-    assert "was not waited for" in only_line(errors.replace("Warning: ", "Error: "))
+    assert "did not wait until" in only_line(errors.replace("Warning: ", "Error: "))
 
 
 def test_a_workflow_that_the_server_finds_invalid_ends_with_3(

@@ -17,12 +17,12 @@ from tests.acceptance._process import CLI, picture_workflow, read_until, started
 from tests.servers.redis_fixtures import new_prefix, own_server, with_prefix
 from tests.servers.redis_proxy import CuttingProxy
 from tests.servers.redis_server import RedisServer
+from tests.stores._redis_users import worker_rules
 
 from comfyfleet import WorkflowPool
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId
 from comfyfleet.policy.rules import Rules
-from comfyfleet.stores.redis.server import worker_rules
 
 RULES = {"lease_ttl_s": 2, "acknowledge_s": 2, "retry_base_s": 0.05, "retry_cap_s": 0.2, "sweep_s": 0.2}
 

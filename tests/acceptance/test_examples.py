@@ -114,7 +114,6 @@ def test_two_stages_at_a_hub_and_a_picture_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_fastapi_app_submits_streams_progress_and_serves_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("fastapi", reason="needs the package fastapi")
     env = {"HOME": str(tmp_path), "COMFYFLEET_OPEN": "true", "XDG_DATA_HOME": ""}
     serve = (
         sys.executable,

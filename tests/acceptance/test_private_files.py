@@ -128,7 +128,7 @@ def test_a_worker_closes_what_is_ours_in_its_folder(tmp_path: Path) -> None:
     ours, others = _left_by_an_older_version(data)
     arguments = ("worker", "--hub", "http://127.0.0.1:9", "--simulated", "1", "--key", "cf_x_y")
     with started(*CLI, *arguments, env={"COMFYFLEET_DATA": str(data)}) as worker:
-        read_until(worker, lambda line: line.startswith("connects to"))
+        read_until(worker, lambda line: line.startswith("Connecting to"))
         assert [each for each in ours if each.stat().st_mode & 0o077] == []
         assert [each for each in others if not each.stat().st_mode & 0o044] == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from PIL import Image
@@ -22,10 +23,13 @@ async def test_the_readmes_pool_example_runs_as_copied_and_saves_a_picture(tmp_p
     workflows = tmp_path / "examples" / "workflows"
     workflows.parent.mkdir()
     workflows.symlink_to(ROOT / "examples" / "workflows")
-    async with FakeComfyUI(FakeSettings(time_scale=0.02)) as server:
-        # The one change: the port, because 8188 may be taken on this machine.
-        program = code.replace("http://127.0.0.1:8188", server.url)
-        assert program != code
+    async with AsyncExitStack() as stack:
+        # The one change: the ports, because these may be taken on this machine.
+        program = code
+        for port in (8188, 8189, 8190):
+            server = await stack.enter_async_context(FakeComfyUI(FakeSettings(time_scale=0.02)))
+            assert program.count(f"http://127.0.0.1:{port}") == 1
+            program = program.replace(f"http://127.0.0.1:{port}", server.url)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",

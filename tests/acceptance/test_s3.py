@@ -48,7 +48,7 @@ def test_a_job_brings_a_picture_and_leaves_one_by_way_of_the_storage_alone(
     with ExitStack() as stack:
         up = stack.enter_context(started(*CLI, "up", "--fake", "1", env=env))
         lines = read_until(up, lambda line: line.endswith(": online"))
-        assert f"  keeps its files in s3://{server.bucket.name}/of-acceptance" in lines
+        assert f"  files: s3://{server.bucket.name}/of-acceptance" in lines
         first = run_cli("submit", workflow, "--watch", "--out", out, env=env)
         assert first.returncode == 0, first.stderr
         (picture,) = out.glob("*.png")

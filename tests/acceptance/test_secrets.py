@@ -33,7 +33,12 @@ from tests.tenancy._databases import tenant_schema
 from comfyfleet.cli.bootstrap import run_hub
 from comfyfleet.cli.settings import read_settings
 
-STORE, POOL, SERVER, HOOK = "pw-of-the-store", "pw-of-the-pool", "pw-of-the-server", "token-of-the-hook"
+STORE, DATABASE, SERVER, HOOK = (
+    "pw-of-the-store",
+    "pw-of-the-database",
+    "pw-of-the-server",
+    "token-of-the-hook",
+)
 MASTER = base64.b64encode(secrets.token_bytes(32)).decode()
 
 
@@ -83,8 +88,8 @@ def test_a_hub_with_every_kind_of_secret_at_the_most_talkative_level_tells_none(
         "COMFYFLEET_LOG_LEVEL": "debug",
         "COMFYFLEET_LOG_FORMAT": "json",
     }
-    pool = with_password(tenant_schema(request.config), POOL)
-    (tmp_path / "comfyfleet.toml").write_text(f'[pools]\neast = "{pool}"\n')
+    database = with_password(tenant_schema(request.config), DATABASE)
+    (tmp_path / "comfyfleet.toml").write_text(f'[databases]\neast = "{database}"\n')
     workflow = written(tmp_path / "workflow.json", picture_workflow())
     said: list[str] = []
 
@@ -101,7 +106,7 @@ def test_a_hub_with_every_kind_of_secret_at_the_most_talkative_level_tells_none(
         url = greeting[0].split()[-1]
         # Told once, to whoever starts it, makes it or asks for it: these are no leaks.
         owner = json.loads((tmp_path / "data" / "hub.json").read_text())["key"]
-        run("tenant", "create", "acme", "--pool", "east")
+        run("tenant", "create", "acme", "--database", "east")
         tenant = run("key", "create", "tenant", "--tenant", "acme")
         enrolment = run("key", "invite")
         signing = run("webhook", "secret")
@@ -120,7 +125,7 @@ def test_a_hub_with_every_kind_of_secret_at_the_most_talkative_level_tells_none(
     told = "\n".join([*greeting, *said, output, errors])
     hidden = {
         "store": STORE,
-        "pool": POOL,
+        "database": DATABASE,
         "server": SERVER,
         "hook": HOOK,
         "storage": CREDENTIALS.secret_key,

@@ -1,4 +1,5 @@
-"""The first example of docs/tenants.md, copied into a shell in an empty folder: a tenant's job runs and is paid for."""
+"""The first example of docs/tenants.md, copied into a shell in the folder of the clone: a tenant's job runs and is paid
+for."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def test_the_first_example_of_the_tenants_page_runs_as_copied(tmp_path: Path) ->
     up, rest = examples()
     folder = tmp_path / "empty"
     folder.mkdir()
-    programs = Path(sys.executable).parent
+    # As in a clone: the programs of this environment.
+    (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
     env = {
         "HOME": str(tmp_path / "home"),
         "XDG_DATA_HOME": "",
@@ -31,7 +33,7 @@ def test_the_first_example_of_the_tenants_page_runs_as_copied(tmp_path: Path) ->
         "COMFYFLEET_PORT": "0",
         "COLUMNS": "",
     }
-    env["PATH"] = f"{programs}{os.pathsep}{os.defpath}"
+    env["PATH"] = os.defpath
     with started(*shlex.split(up), cwd=folder, env=env) as hub:
         read_until(hub, lambda line: line.endswith(": online"))
         ended = run_program("sh", "-e", "-c", rest, cwd=folder, env=env)

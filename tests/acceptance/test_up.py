@@ -86,7 +86,7 @@ def test_up_runs_a_job_and_after_ctrl_c_and_a_restart_knows_it_and_its_keys(plac
         assert place.run("jobs", "--hub", url_in(lines), "--key", "cfk_0_0").returncode == 3
         code, output, errors = stop(process, signal.SIGINT)
         assert (code, errors.strip()) == (130, "")
-        assert "draining" in output
+        assert "Draining" in output
 
         again = place.start(stack, "up", "--server", server, "--port", "0", "--name", "gpu")
         lines = online(again)
@@ -103,7 +103,7 @@ def test_the_admin_key_is_in_a_file_and_not_in_what_is_printed_to_a_log(place: P
         printed = "\n".join([*lines, output, errors])
         assert "cfk_" not in printed.replace("cfk_…", "") and "token=" not in printed
         file = place.folder / "hub.json"
-        assert f"admin key: in {file}, which nobody else can read" in printed
+        assert f"admin key: in {file}, which only you can read" in printed
         assert (file.stat().st_mode & 0o777, json.loads(file.read_text())["key"][:4]) == (0o600, "cfk_")
 
 
@@ -148,7 +148,7 @@ def test_a_worker_enrols_is_drained_and_keeps_its_key(place: Place, tmp_path: Pa
         assert "gpu: enrolled" not in online(again)
         code, output, errors = stop(again, signal.SIGTERM)
         assert (code, errors) == (0, "")
-        assert "draining" in output
+        assert "Draining" in output
         assert stop(hub, signal.SIGTERM)[0] == 0
 
 
@@ -195,11 +195,37 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(place: Place) -> None:
         listed = place.json("jobs", "--status", "leased")
         assert isinstance(listed, dict)
         (job,) = listed["jobs"]
-        assert f"the hub goes on with {job['id']}" in errors
+        assert f"the hub continues with {job['id']}" in errors
         assert (
             f"`comfyfleet job watch {job['id']}`" in errors
             and f"`comfyfleet job cancel {job['id']}`" in errors
         )
+
+
+def test_who_watches_is_told_of_a_hub_that_goes_away_and_how_to_go_on(place: Place) -> None:
+    workflow = written(place.folder / "workflow.json", picture_workflow())
+    with ExitStack() as stack:
+        hub = place.start(stack, "hub", "--port", "0")
+        url = url_in(read_until(hub, _answers))
+        online(place.start(stack, "worker", "--hub", url, "--simulated", "600", "--grace", "0"))
+        out = place.folder / "pictures"
+        watching = place.start(stack, "submit", workflow, "--count", "3", "--watch", "--out", out)
+        assert watching.stderr is not None
+        told = iter(watching.stderr.readline, "")
+        submitted = [next(told) for _ in range(6)]
+        ids = [line.split()[1] for line in submitted if line.startswith("submitted ")]
+        assert len(ids) == 3 and sum(" uses the seed " in line for line in submitted) == 3
+        assert any("runs on" in line for line in told)
+        hub.kill()
+        hub.wait()
+        assert any(
+            line.startswith(f"trying again for up to 60 s: cannot reach the hub at {url}") for line in told
+        )
+        code, output, errors = stop(watching, signal.SIGINT)
+        assert (code, output) == (130, "")
+        assert "the hub has stored 3 jobs and continues when it is back" in errors
+        assert f"`comfyfleet job watch {' '.join(ids)}`" in errors
+        assert not out.exists(), "nothing was saved"
 
 
 def test_a_hub_over_tls_is_found_and_trusted_on_its_own_machine_alone(place: Place) -> None:
@@ -241,10 +267,10 @@ def test_a_hub_over_tls_is_found_and_trusted_on_its_own_machine_alone(place: Pla
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--open", "--host", "0.0.0.0"), "the setting 'host' (flag --host) will not do"),
-        (("--certificate", "nothing.pem"), "the setting 'certificate' (flag --certificate) will not do"),
+        (("--open", "--host", "0.0.0.0"), "the setting 'host' (flag --host) is not valid"),
+        (("--certificate", "nothing.pem"), "the setting 'certificate' (flag --certificate) is not valid"),
         (("--certificate-key", "nothing.pem"), "the setting 'certificate_key'"),
-        (("--config", "nothing.toml"), "nothing.toml cannot be read"),
+        (("--config", "nothing.toml"), "cannot read the settings in nothing.toml"),
     ],
 )
 def test_what_must_not_be_is_refused_before_anything_starts(
@@ -334,6 +360,30 @@ def test_a_port_that_is_taken_is_told_and_ends_with_4(place: Place) -> None:
         assert place.run("jobs").returncode == 0, "the hub that runs is still found"
 
 
+def test_a_second_hub_in_the_same_data_folder_is_told_where_the_first_one_is(place: Place) -> None:
+    with ExitStack() as stack:
+        hub = place.start(stack, "up", "--fake", "1", "--port", "0")
+        lines = read_until(hub, lambda line: line.startswith("The hub answers at"))
+        ended = place.run("up", "--fake", "1", "--port", "0")
+        assert (ended.returncode, ended.stdout) == (4, "")
+        assert f"a hub already runs with the data folder {place.folder}" in ended.stderr
+        assert f"it answers at {url_in(lines)} (process {hub.pid})" in ended.stderr
+        assert f"`kill {hub.pid}`" in ended.stderr and "--data" in ended.stderr
+
+
+def test_a_tenants_database_that_cannot_be_opened_is_a_warning_without_its_password(place: Place) -> None:
+    with ExitStack() as stack:
+        url = "postgresql://me:hidden@127.0.0.1:1/tenants"
+        there = f"us=sqlite:///{place.folder}/us.db"
+        hub = place.start(stack, "hub", "--port", "0", "--database", f"eu={url}", "--pool", there)
+        read_until(hub, lambda line: line.startswith("The hub answers at"))
+        assert hub.stderr is not None
+        line = next(line for line in hub.stderr if "the tenant database" in line)
+        assert "WARNING" in line and "'eu' (postgresql://…@127.0.0.1:1/tenants)" in line
+        _, output, errors = stop(hub, signal.SIGTERM)
+        assert "hidden" not in line + output + errors and "'us'" not in line + errors
+
+
 async def test_comfyui_servers_of_this_machine_are_found_and_fake_ones_told_apart() -> None:
     async def stats(_: web.Request) -> web.Response:
         return web.json_response({"system": {"comfyui_version": "0.7.0"}, "devices": []})
@@ -356,7 +406,7 @@ def test_a_fake_worker_joins_a_hub_that_was_named_and_none_that_it_found(place: 
             for told in ({}, {"COMFYFLEET_HUB": url}):
                 ended = run_cli("worker", *options, cwd=place.folder, env={**place.env, **told})
                 assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
-                assert f"--hub {url} if that one is meant" in ended.stderr
+                assert f"For this one, add: --hub {url}" in ended.stderr
         assert place.json("workers") == []
         online(place.start(stack, "worker", "--hub", url, "--simulated", "0.1", "--name", "gpu"))
         (worker,) = _listed(place)
@@ -389,9 +439,36 @@ def test_fake_servers_leave_the_jobs_of_real_ones_alone_after_a_restart_too(plac
         assert "is a fake" in place.run("job", "explain", listed["jobs"][0]["id"]).stdout
         _, _, errors = stop(again, signal.SIGTERM)
         assert "the fake servers take no jobs, because this fleet has real workers (gpu)" in errors
+        assert "workers remove" in errors
         told = place.start(stack, "up", "--fake", "1", "--fake-beside-real", "--port", "0")
         online(told)
         assert place.run("submit", workflow, "--watch", "--out", "pictures").returncode == 0
+
+
+def test_a_server_that_never_answered_keeps_no_job_from_fake_ones_and_no_warning_says_so(
+    place: Place,
+) -> None:
+    workflow = written(place.folder / "workflow.json", picture_workflow())
+    with ExitStack() as stack:
+        up = place.start(stack, "up", "--server", "http://127.0.0.1:9", "--port", "0")
+        read_until(up, lambda line: ": offline" in line)
+        assert stop(up, signal.SIGTERM)[0] == 0
+        again = place.start(stack, "up", "--fake", "1", "--port", "0")
+        online(again)
+        assert place.run("submit", workflow, "--watch", "--out", "pictures").returncode == 0
+        assert "take no jobs" not in stop(again, signal.SIGTERM)[2]
+
+
+def test_a_hub_that_listens_on_all_addresses_says_so_at_its_start_and_in_its_invitations(
+    place: Place,
+) -> None:
+    with ExitStack() as stack:
+        hub = place.start(stack, "hub", "--host", "0.0.0.0", "--port", "0")
+        first, second = read_until(hub, lambda line: "every other address of this machine" in line)[-2:]
+        port = first.rpartition(":")[2]
+        assert second.endswith(f"such as http://{socket.gethostname()}:{port}")
+        told = place.run("key", "invite").stderr
+        assert "The hub listens on 0.0.0.0" in told and "cannot reach" not in told
 
 
 def _post(url: str, key: str, content: object) -> None:

@@ -154,7 +154,7 @@ async def test_the_first_signal_lets_a_run_end_and_the_second_gives_it_back(
         second = await fleet.submit(60.0)
         await fleet.running(2)
         worker.send_signal(signal.SIGTERM)
-        await said(worker, "draining: ")
+        await said(worker, "Draining: ")
         assert await fleet.ends(second, "leased") == ["running"]
         code, output, errors = await asyncio.to_thread(stop, worker, signal.SIGTERM)
         assert (code, errors.strip()) == (143, ""), output
@@ -194,4 +194,42 @@ async def test_a_run_outlives_its_hub_and_is_reported_to_the_next_under_its_leas
             assert (await client.wait(job.id, timeout=60)).status == "completed"
             ended = await client.get(job.id)
         assert [attempt.outcome for attempt in ended.history] == ["completed"]
+        assert [run.outcome for run in fake.stats.prompt_log] == ["success"]
+
+
+async def test_a_run_that_ended_while_its_hub_was_away_longer_than_a_lease_is_not_run_again(
+    tmp_path: Path, transport: str
+) -> None:
+    env = {
+        "COMFYFLEET_DATA": str(tmp_path),
+        "COMFYFLEET_LOG_LEVEL": "error",
+        "COMFYFLEET_RULES_LEASE_TTL_S": "5",
+        "COMFYFLEET_RULES_ACKNOWLEDGE_S": "5",
+        "COMFYFLEET_RULES_SWEEP_S": "0.01",
+    }
+    hub = (*CLI, "hub", "--store", f"sqlite:///{tmp_path}/fleet.db")
+    async with FakeComfyUI() as fake, AsyncExitStack() as stack:
+        with started(*hub, "--port", "0", env=env) as first:
+            await said(first, "The hub answers at")
+            here = read_hub(tmp_path)
+            assert here is not None
+            command = (*CLI, "worker", "--transport", transport, "--name", "gpu", "--server", fake.url)
+            worker = stack.enter_context(started(*command, env=env))
+            await said(worker, ": online")
+            client = await stack.enter_async_context(FleetClient(here.url, here.key))
+            job = await client.submit(slow(steps=20, step_seconds=0.05))
+            # The worker sends its first heartbeat, which acknowledges the lease, before it reports the start.
+            async with asyncio.timeout(60):
+                while (await client.get(job.id)).started_at is None:
+                    await asyncio.sleep(0.01)
+            await kill(first)
+        await until(lambda: [run.outcome for run in fake.stats.prompt_log] == ["success"])
+        # Longer than the lease, which nobody could renew.
+        await asyncio.sleep(6.0)
+        with started(*hub, "--port", here.url.rpartition(":")[2], env=env):
+            assert (await client.wait(job.id, timeout=60)).status == "completed"
+            ended = await client.get(job.id)
+            # Before its hub, which may owe it the answer to the report.
+            await asyncio.to_thread(stop, worker, signal.SIGTERM)
+        assert [attempt.outcome for attempt in ended.history] == ["completed"], ended.history
         assert [run.outcome for run in fake.stats.prompt_log] == ["success"]

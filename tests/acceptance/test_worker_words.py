@@ -26,8 +26,8 @@ async def test_a_worker_says_that_it_works_once_the_hub_has_taken_it(tmp_path: P
     async with running_hub() as rig, FakeComfyUI() as fake:
         lines = await said(tmp_path, rig.url, rig.keys[Role.ADMIN], fake.url, ": online")
         assert [line.strip() for line in lines] == [
-            f"connects to {rig.url}",
-            f"works for {rig.url}",
+            f"Connecting to {rig.url}",
+            f"Connected to {rig.url}",
             "gpu: online",
         ]
 
@@ -48,7 +48,7 @@ async def test_a_worker_that_cannot_work_says_why_and_not_that_it_works(tmp_path
                 server, words = rig.url, f"{rig.url}: a ComfyFleet hub answers there, not ComfyUI"
         lines = await said(tmp_path, hub, key, server, "gpu: offline")
         assert words in lines[-1]
-        assert not any("works for" in line for line in lines)
+        assert not any("Connected to" in line for line in lines)
 
 
 @pytest.mark.parametrize("transport", ["http", "websocket"])

@@ -123,6 +123,12 @@ async def test_a_record_is_found_by_its_tenant_when_the_central_store_has_lost_e
         assert await after.get(record.file_id, BORG) is None
         assert await after.get(record.file_id, HOME) is None
         assert await after.get(record.file_id, ACME) == record
+        # Found once, it is found by its id alone: by links, changes and the cleanup.
+        assert await after.get(record.file_id) == record
+        await after.keep_thumbnail(record.file_id, 64, "f_" + "0" * 32)
+        await rig.clock.advance(1100)
+        await after.clean_up()
+        assert await rig.apart[ACME].collections() == [] and not after.path(record).exists()
 
 
 async def test_a_stub_whose_record_was_never_written_is_no_file_and_goes_with_its_time(

@@ -18,7 +18,7 @@ def test_kills_lose_nothing_double_nothing_and_explain_every_second_execution(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Within the time of a test: a job that stands still is named by the checker, with the logs kept.
-    monkeypatch.setattr("chaos.kill_loop.QUIET_WITHIN_S", 25.0)
+    monkeypatch.setattr("chaos.kill_loop.QUIET_WITHIN_S", 60.0)
     size = QUICK[part]
     assert isinstance(size, Size)
     try:

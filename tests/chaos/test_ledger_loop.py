@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(300)]
 
 async def test_a_book_whose_result_was_made_from_another_payload_is_noticed(tmp_path: Path) -> None:
     own, another = ({"1": {"inputs": {"nonce": name}}} for name in ("own", "another"))
-    database = open_tenant_database(f"sqlite:///{tmp_path}/pool.db")
+    database = open_tenant_database(f"sqlite:///{tmp_path}/tenants.db")
     await database.open()
     teller = LedgerDriver(database)
     hold = await teller.submit(0)
@@ -45,6 +45,6 @@ def test_every_hold_is_settled_once_as_its_job_ended_whatever_was_killed() -> No
         pytest.skip(f"no PostgreSQL: {reason}")
     assert entry.wrong == (), "\n".join(entry.wrong)
     assert entry.is_clean
-    assert entry.kills == {"engine": 2, "worker": 2, "server": 1, "pool": 2}
+    assert entry.kills == {"engine": 2, "worker": 2, "server": 1, "database": 2}
     assert entry.consumed > 0 and entry.refunded > 0
     assert entry.consumed + entry.refunded >= 150

@@ -10,9 +10,9 @@ from tests.servers.s3_server import binary
 
 
 def test_what_can_be_read_is_told_with_where_it_lies() -> None:
-    assert shown({"the store": b"..sealed..", "pool one": b"..sealed.."}, ["fox", "made"]) == ()
-    found = shown({"the store": b"..sealed..", "pool one": b"..a fox.."}, ["fox", "made"])
-    assert found == ("pool one shows fox of a job",)
+    assert shown({"the store": b"..sealed..", "database one": b"..sealed.."}, ["fox", "made"]) == ()
+    found = shown({"the store": b"..sealed..", "database one": b"..a fox.."}, ["fox", "made"])
+    assert found == ("database one shows fox of a job",)
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,13 @@ class Address(NamedTuple):
 def hub_with_a_worker(
     folder: Path | None = None,
     *,
-    pools: bool = False,
+    databases: bool = False,
     is_open: bool = False,
     rules: Rules | None = None,
     connectors: Mapping[str, Connector] | None = None,
 ) -> Iterator[Address]:
     """One simulated worker, `gpu`, which takes a moment for each job, unless `connectors` has others by name. With
-    a folder the hub keeps files, and with `pools` tenants, of which it has two there."""
+    a folder the hub keeps files, and with `databases` tenants, of which it has two there."""
     ready: list[Address] = []
     is_ready = threading.Event()
     loop = asyncio.new_event_loop()
@@ -59,22 +59,22 @@ def hub_with_a_worker(
 
     async def live() -> None:
         async with AsyncExitStack() as stack:
-            names = ("default", "other") if pools else ()
+            names = ("default", "other") if databases else ()
             urls = {name: f"sqlite:///{folder}/{name}.db" for name in names}
             rig = await stack.enter_async_context(
-                running_hub(folder=folder, pools=urls, is_open=is_open, rules=rules)
+                running_hub(folder=folder, databases=urls, is_open=is_open, rules=rules)
             )
             api: WorkerApi = rig.engine if rig.assets is None else LocalWorkerApi(rig.engine, rig.assets)
             for name, connector in (connectors or {"gpu": SimulatedConnector()}).items():
                 agent = await stack.enter_async_context(Agent(api, WorkerId(name), [connector]))
-                await agent.first_verdict()
+                await agent.wait_for_first_check()
             ready.append(_address(rig))
             is_ready.set()
             await end.wait()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(live()), daemon=True)
     thread.start()
-    assert is_ready.wait(20), "the hub did not start"
+    assert is_ready.wait(60), "the hub did not start"
     try:
         yield ready[0]
     finally:

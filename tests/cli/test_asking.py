@@ -15,7 +15,7 @@ from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
 from comfyfleet.cli import submit
-from comfyfleet.cli.submit import NEEDS, WHEN, WISHES, asked_for
+from comfyfleet.cli.submit import NEEDS, WHEN, WISHES, submit_options
 from comfyfleet.model.access import Role
 from comfyfleet.wire.bodies import SubmitBody
 
@@ -141,9 +141,9 @@ def test_no_part_of_a_submission_is_without_a_flag() -> None:
         "payload", "workflow", "prompt", "inputs", "reference", "metadata", "webhook", "require_workable",
         "requirements", "preferences", "timeouts", "after",
     }  # fmt: skip
-    asked = asked_for({param.name or "": () for param in submit.submit_command.params})
+    asked = submit_options({param.name or "": () for param in submit.submit_command.params})
     assert asked == {}, "what is not given is not sent"
-    every = asked_for({param.name or "": "x" for param in submit.submit_command.params})
+    every = submit_options({param.name or "": "x" for param in submit.submit_command.params})
     assert names(SubmitBody) - elsewhere <= every.keys()
     needs, wishes = every["requirements"], every["preferences"]
     lacking = {name for name in names(type(needs)) if getattr(needs, name) is None}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import io
 import json
 import os
 import pty
@@ -15,14 +17,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 from tests.acceptance._process import CLI, environment, run_cli
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
+from comfyfleet.cli.demo_show import LiveShow, Narrator, kinds_by_hash
 from comfyfleet.model.access import Role
+from comfyfleet.model.calls import LeasedJob, ProgressReport
+from comfyfleet.model.fact import ProgressKind
+from comfyfleet.model.job import JobResult
+from comfyfleet.pool.events import PoolEvent
+from comfyfleet.worker.connectors.simulated import Reporter, SimulatedConnector
 
-_LIMIT_S = 30.0
+_LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +127,7 @@ def test_the_admin_key_is_shown_once_to_whoever_starts_a_hub_at_a_terminal(tmp_p
             screen.until(lambda seen: "status page: http://" in seen)
             seen.append(screen.seen)
     key = json.loads((tmp_path / "data" / "hub.json").read_text())["key"]
-    assert f"admin key, shown this once: {key}" in seen[0]
+    assert f"admin key, shown only once: {key}" in seen[0]
     assert key not in seen[1] and f"admin key: in {tmp_path / 'data' / 'hub.json'}" in seen[1]
     assert "token=" not in "".join(seen)
 
@@ -142,11 +152,58 @@ def test_top_waits_for_a_hub_that_goes_away(tmp_path: Path) -> None:
         screen = view.__enter__()
         screen.until(lambda seen: "idle slots" in seen)
     try:
-        screen.until(lambda seen: "as it was" in seen)
+        screen.until(lambda seen: "not updated" in seen)
         screen.press(b"q")
         assert screen.code() == 0
     finally:
         view.__exit__(None, None, None)
+
+
+def test_the_bar_of_several_jobs_counts_those_that_run_and_shows_their_progress(tmp_path: Path) -> None:
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(graph()))
+
+    async def half(job: LeasedJob, report: Reporter) -> JobResult:
+        report(ProgressReport(job.ref, ProgressKind.STARTED))
+        report(ProgressReport(job.ref, ProgressKind.PROGRESS, {"value": 1, "max": 2}))
+        await asyncio.sleep(600)
+        return JobResult()
+
+    with hub_with_a_worker(connectors={"gpu": SimulatedConnector(behaviour=half)}) as address:
+        env = {
+            "COMFYFLEET_HUB": address.url,
+            "COMFYFLEET_KEY": address.keys[Role.ADMIN],
+            "COMFYFLEET_DATA": str(tmp_path),
+            "TERM": "xterm",
+        }
+        with terminal("submit", str(path), "--count", "3", "--watch", env=env, columns=120) as screen:
+            screen.until(lambda seen: "0 of 3 jobs done, 1 running" in seen and "17%" in seen)
+            screen.press(b"\x03")
+
+
+def test_messages_break_between_words(env: Mapping[str, str]) -> None:
+    wrong = ("jobs", "--key", "cfk_0_0")
+    with terminal(*wrong, env=env, columns=40) as screen:
+        assert screen.code() == 3
+    lines = screen.seen.replace("\r", "").splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 40
+    assert " ".join(lines) in run_cli(*wrong, env=env).stderr.strip()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_live_table_of_the_demo_is_readable_at_any_width(columns: int) -> None:
+    console = Console(width=columns, record=True, force_terminal=True, file=io.StringIO())
+    show = LiveShow(console, Narrator(0.0))
+    kind = next(iter(kinds_by_hash()))
+    for server in ("gpu-a", "gpu-b"):
+        for name in ("job:accepted", "client:blocked_workflow"):
+            event = PoolEvent(name, 1.0, client_id=server, job_id=server, workflow_hash=kind)
+            show.on_event(msgspec.structs.replace(event, metadata={"title": "cat 12"}))
+    console.print(show._draw())
+    text = console.export_text()
+    for word in ("server", "gpu-a", "online", "cat 12", "done", "blocked"):
+        assert word in text, text
+    assert max(map(len, text.splitlines())) <= columns
 
 
 def shown(arguments: Sequence[str], env: Mapping[str, str], columns: int) -> list[str]:
@@ -181,7 +238,7 @@ def test_a_question_takes_no_for_an_answer(env: Mapping[str, str], key: bytes, c
         screen.until(lambda seen: "for good?" in seen)
         screen.press(key)
         assert screen.code() == code
-        assert ("nothing was forgotten" in screen.seen) == (code == 1)
+        assert ("nothing was deleted" in screen.seen) == (code == 1)
 
 
 def test_where_nobody_can_be_asked_nothing_is_forgotten(run: Run) -> None:
@@ -219,7 +276,7 @@ def test_worker_in_the_singular_has_the_commands_too(run: Run) -> None:
     assert run("worker", "pause", "gpu", "--json").json["status"] == "paused"
     assert run("worker", "resume", "gpu").output == "gpu idle\n"
     wrong = run("worker", "--name", "x", "drain", "gpu")
-    assert (wrong.code, "put the options behind `drain`" in wrong.errors) == (2, True)
+    assert (wrong.code, "Put the options after `drain`" in wrong.errors) == (2, True)
 
 
 @pytest.mark.parametrize(

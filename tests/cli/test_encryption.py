@@ -11,7 +11,7 @@ import pytest
 from tests.engine._rig import graph
 
 from comfyfleet.cli.bootstrap import run_hub
-from comfyfleet.cli.encryption_keys import attended, encrypted_by, keyring_of, master_keys
+from comfyfleet.cli.encryption import encrypted_by, keep_keys_fresh, keyring_of, master_keys
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.main import main
 from comfyfleet.cli.settings import ResolvedSettings, read_settings
@@ -61,10 +61,10 @@ def test_without_keys_nothing_is_sealed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "more", "said"),
     [
-        ((), {"encryption_key_file": "/nowhere/keys"}, r"key_file'.*it cannot be read: No such file"),
+        ((), {"encryption_key_file": "/nowhere/keys"}, r"key_file'.*cannot read it: No such file"),
         (("k1=short",), {}, "the key 'k1' is not 32 bytes"),
         ((ONE,), {"encryption_current": "k9"}, "to be 'k9', but the keys are k1"),
-        ((), {"encryption_current": "k1"}, "neither 'keys' nor 'key_file'"),
+        ((), {"encryption_current": "k1"}, "needs 'keys' or 'key_file'"),
         ((), {"encryption_keys": "11" * 32}, "ID=KEY"),
     ],
 )
@@ -83,7 +83,7 @@ async def test_a_master_key_is_changed_in_its_file_while_a_hub_serves(tmp_path: 
     keyring = keyring_of(settings, plain.documents, clock)
     assert keyring is not None
     store = encrypted_by(keyring, plain)
-    async with Engine(store, clock=clock) as engine, attended(keyring, store, 0.02):
+    async with Engine(store, clock=clock) as engine, keep_keys_fresh(keyring, store, 0.02):
         first = (await engine.submit(Submission(graph(text="fox")))).job_id
         write_keys(tmp_path, TWO, ONE)
         async with asyncio.timeout(60):
@@ -172,7 +172,7 @@ def test_the_commands_make_show_rotate_and_destroy_keys(
     write_keys(tmp_path, line)
     run = Command(capfd, data)
     code, output, _ = run("status")
-    assert code == 0 and "nothing is sealed in this store yet" in output
+    assert code == 0 and "Nothing in this store is encrypted yet" in output
 
     async def seal_one() -> None:
         async with run_hub(read_settings({"data": str(data), "port": 0, "open": True})) as running_hub:

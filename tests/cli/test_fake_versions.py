@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from comfyfleet.cli.exit_codes import CommandFailed
-from comfyfleet.cli.servers import fakes, journals, named, tell_state
+from comfyfleet.cli.servers import fakes, journals, named, print_state
 from comfyfleet.cli.settings import ResolvedSettings, read_settings
 from comfyfleet.cli.settings_schema import Settings
 from comfyfleet.pool.servers import PoolAgents
@@ -39,7 +39,7 @@ async def test_a_release_that_no_fake_can_show_is_refused_by_its_option() -> Non
 async def test_only_fake_servers_keep_no_journal(tmp_path: Path) -> None:
     """They end with their process; what a real server beside them runs does not."""
     resolved = read_settings({"fake": 1, "data": str(tmp_path)}, environment={})
-    agents = PoolAgents(tell_state, journals=journals(resolved))
+    agents = PoolAgents(print_state, journals=journals(resolved))
     async with AsyncExitStack() as stack:
         real = named(("http://127.0.0.1:9",), None, 1, alone=False)
         fake = await fakes(stack, 1, "here", resolved)

@@ -118,3 +118,27 @@ def test_who_mistypes_is_told_what_was_meant(
 def test_where_nothing_is_near_nothing_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "xyzzy")
     assert "No such command 'xyzzy'" in text and "id you mean" not in text
+
+
+@pytest.mark.parametrize("path", EVERY, ids=" ".join)
+def test_the_help_of_a_command_fits_with_its_examples(path: tuple[str, ...]) -> None:
+    assert max(map(len, helped(*path).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "--fake", "x"], "'x' is not a valid whole number."),
+        (["jobs", "--since", "x"], "'x' is not a valid number."),
+        (
+            ["jobs", "--status", "nope"],
+            "Use queued (or waiting), leased (or running), completed (or done), failed",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_in_words(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and words in capsys.readouterr().err

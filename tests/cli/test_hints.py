@@ -47,7 +47,7 @@ def test_an_invitation_is_the_whole_command_for_the_other_machine(
     assert token.startswith("cfe_")
     words = f"worker --hub http://{socket.gethostname()}:{port} --enrol TOKEN --server http://127.0.0.1:8188"
     assert f"comfyfleet {words} --name gpu-1" in ended.errors
-    assert f"asked at {hub.url}" in ended.errors and "--host" in ended.errors, (
+    assert f"answered at {hub.url}" in ended.errors and "--host" in ended.errors, (
         "no other machine reaches it there"
     )
     assert token not in ended.errors, "what goes there is often kept"
@@ -81,11 +81,15 @@ def test_a_variable_that_begins_like_ours_and_means_nothing_is_told(
     ended = run("jobs")
     assert ended.code == 0
     assert ended.errors.startswith(
-        "Warning: COMFYFLEET_PROT means nothing; did you mean 'COMFYFLEET_PORT'?\n"
+        "Warning: COMFYFLEET_PROT is not a setting; did you mean 'COMFYFLEET_PORT'?\n"
     )
     monkeypatch.setenv("COMFYFLEET_XYZZY", "1")
-    assert "COMFYFLEET_XYZZY means nothing; `comfyfleet config show`" in run("jobs").errors
+    assert "COMFYFLEET_XYZZY is not a setting; `comfyfleet config show`" in run("jobs").errors
     assert "Warning" not in run("jobs", "--json").errors, "programs read that"
+    for name in ("COMFYFLEET_PROT", "COMFYFLEET_XYZZY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COMFYFLEET_POOLS", "a=sqlite:///a.db")
+    assert "Warning" not in run("jobs").errors, "an old name of a setting"
 
 
 def test_outputs_are_saved_by_a_pattern(run: Run, workflow: Path, tmp_path: Path) -> None:

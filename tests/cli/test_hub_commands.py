@@ -14,7 +14,8 @@ from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 from tests.hub.test_inputs import edit
 
-from comfyfleet.cli.hub_connection import LocalHub, rate, write_hub
+from comfyfleet.cli.fleet import rate
+from comfyfleet.cli.hub_connection import LocalHub, write_hub
 from comfyfleet.cli.jobs import print_jobs
 from comfyfleet.client.client import FleetClient
 from comfyfleet.model.access import Role
@@ -47,7 +48,7 @@ def workflow(tmp_path: Path) -> Path:
 
 def waiting(run: Run, workflow: Path, *options: str) -> str:
     """A job that nobody takes while the queue is paused."""
-    assert run("queue", "pause").output == "the queue is paused\n"
+    assert run("queue", "pause").output == "The queue is paused.\n"
     ended = run("submit", workflow, *options)
     assert ended.code == 0, ended.errors
     return ended.output.strip()
@@ -66,7 +67,8 @@ def test_a_job_is_submitted_and_watched_to_its_end(run: Run, workflow: Path, tmp
     assert [job["id"] for job in listed["jobs"]] == [result["id"]]
     assert run("job", "watch", result["id"]).code == 0
     nobody = run("job", "watch", "nobody's")
-    assert (nobody.code, nobody.errors) == (3, 'Error: there is no job "nobody\'s" (any more)\n')
+    unknown = 'there is no job "nobody\'s" (any more). `comfyfleet jobs` lists the jobs.'
+    assert (nobody.code, nobody.errors) == (3, f"Error: {unknown}\n")
 
 
 def test_files_are_attached_and_a_mistake_is_told_before_anything_is_sent(run: Run, tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_a_waiting_job_is_explained_changed_paused_cancelled_and_retried(run: Ru
         assert run("job", "retry", job_id, "--json").json["status"] == "queued"
         assert run("job", "cancel", job_id, "--json").json[0]["status"] == "cancelled"
     finally:
-        assert run("queue", "resume").output == "the queue runs\n"
+        assert run("queue", "resume").output == "The queue runs.\n"
 
 
 def test_a_running_job_is_paused_and_retried(run: Run, hub: Address, workflow: Path) -> None:
@@ -132,8 +134,8 @@ def test_a_running_job_is_paused_and_retried(run: Run, hub: Address, workflow: P
     try:
         job_id = run("submit", workflow).output.strip()
         as_worker("poll", poll_id="1", wait_s=10)
-        assert run("job", "pause", job_id).output == f"{job_id} is being stopped, to be paused\n"
-        assert run("job", "retry", job_id).output == f"{job_id} is being stopped, to run again\n"
+        assert run("job", "pause", job_id).output == f"{job_id} is being stopped, then pauses\n"
+        assert run("job", "retry", job_id).output == f"{job_id} is being stopped, then runs again\n"
         assert run("job", "cancel", job_id, "--reason", "by hand").output == f"{job_id} is being cancelled\n"
         assert "cancelled  by hand" in run("job", "show", job_id).output
         assert "being cancelled" in run("job", "pause", job_id).errors
@@ -174,7 +176,7 @@ def test_a_file_that_cannot_be_had_keeps_no_other_from_being_saved(
     monkeypatch.setattr(FleetClient, "save", save)
     ended = run("submit", workflow, "--count", "3", "--watch", "--out", tmp_path / "out")
     assert ended.code == 3 and ended.errors.endswith("Error: the file is not here\n")
-    assert f"{Path(*gone).stem}: completed, but not all of its outputs" in ended.errors
+    assert f"{Path(*gone).stem}: completed, but some outputs" in ended.errors
     saved = {path.name for path in (tmp_path / "out").iterdir()}
     assert len(saved) == 2 and not saved & set(gone)
 
@@ -193,7 +195,8 @@ def test_the_same_reference_is_the_same_job(run: Run, workflow: Path) -> None:
         (json.dumps(graph()), ("--set", "1.text=x"), 2, "no input 'text'"),
         (json.dumps(graph()), ("--metadata", "x"), 2, "NAME=VALUE"),
         (json.dumps(graph()), ("--priority", "1001"), 2, "--priority"),
-        (json.dumps(graph()), ("--key", "cfk_0_0"), 3, "the key is not valid"),
+        (json.dumps(graph()), ("--key", "cfk_0_0"), 3, "the key is not valid: it is unknown"),
+        (json.dumps(graph()), ("--key", "cfk_0_0"), 3, "misspelled. It comes from: flag --key"),
         (json.dumps(graph()), ("--hub", "http://127.0.0.1:9"), 4, "cannot reach the hub"),
         (json.dumps(graph()), ("--hub", "nonsense"), 2, "is not the address of a hub"),
     ],
@@ -256,7 +259,7 @@ def test_a_hub_of_this_machine_that_is_not_running_is_told_with_the_way_to_start
     write_hub(tmp_path, LocalHub("http://127.0.0.1:9", "cfk_0_0"))
     ended = run("jobs")
     assert ended.code == 4 and "connection refused" in ended.errors
-    assert ended.errors.endswith("`comfyfleet up` starts it, --hub names another\n")
+    assert ended.errors.endswith("`comfyfleet up` starts it; --hub names another.\n")
 
 
 def test_without_a_key_it_is_said_where_one_is_given(
@@ -265,7 +268,7 @@ def test_without_a_key_it_is_said_where_one_is_given(
     monkeypatch.delenv("COMFYFLEET_KEY")
     ended = run("jobs")
     assert ended.code == 3
-    assert ended.errors == f"Error: {hub.url} wants a key: set COMFYFLEET_KEY, or give --key\n"
+    assert ended.errors == f"Error: {hub.url} needs a key. Set COMFYFLEET_KEY, or use --key.\n"
 
 
 def test_workers_are_listed_and_told_what_to_do(run: Run) -> None:
@@ -281,7 +284,7 @@ def test_workers_are_listed_and_told_what_to_do(run: Run) -> None:
     assert run("worker", "refresh", "gpu", "--json").json["id"] == "gpu"
     assert run("workers", "pause", "--all").output == "gpu paused\n"
     assert run("workers", "resume", "--all", "--json").json[0]["id"] == "gpu"
-    assert run("workers", "resume", "--all").output == "no worker is concerned\n"
+    assert run("workers", "resume", "--all").output == "No worker needs that.\n"
     assert run("workers", "pause").code == run("workers", "pause", "gpu", "--all").code == 2
     assert run("workers", "drain", "nobody").code == 3
     assert run("workers", "--json", "list").code == 2
@@ -306,7 +309,7 @@ def test_keys_are_made_listed_rotated_and_revoked(run: Run, hub: Address) -> Non
     assert (invited["uses_left"], invited["is_good"]) == (2, True)
     assert run("key", "uninvite", invited["id"]).output == f"{invited['id']} revoked\n"
     assert run("key", "uninvite", invited["id"]).code == 3
-    assert run("key", "invites").output == "there are no enrolment tokens\n"
+    assert run("key", "invites").output == "There are no enrolment tokens.\n"
     assert run("key", "create", "tenant").code == 3
     assert hub.keys[Role.ADMIN] not in listing
 
@@ -356,14 +359,14 @@ def test_webhooks_are_added_listed_and_removed(run: Run) -> None:
     assert run("webhook", "secret").output.startswith("whsec_")
     assert run("webhook", "secret", "--every-tenant", "--json").json["tenant"] is None
     changed = run("webhook", "set", webhook_id, "--url", "https://example.com/new", "--event", "late")
-    assert changed.output == f"{webhook_id} hears of late at https://example.com/new\n"
+    assert changed.output == f"{webhook_id} sends late to https://example.com/new\n"
     assert run("webhook", "set", webhook_id, "--name", "x", "--json").json["events"] == ["late"]
     assert run("webhook", "set", webhook_id).code == 2
     assert run("webhook", "test", "nobody").code == 3
     assert run("webhook", "remove", webhook_id).output == f"{webhook_id} removed\n"
     assert run("webhook", "remove", webhook_id).code == 3
-    assert run("webhook", "list").output == "there are no standing webhooks\n"
-    assert run("webhook", "deliveries", "--status", "given_up").output == "there are no deliveries\n"
+    assert run("webhook", "list").output == "There are no webhooks.\n"
+    assert run("webhook", "deliveries", "--status", "given_up").output == "There are no deliveries.\n"
     assert run("webhook", "resend", "x").code == 3
     assert run("webhook", "add", "http://10.0.0.1/").code == 3
     wrong = run("webhook", "add", "https://example.com/", "--event", "progress")
@@ -372,7 +375,7 @@ def test_webhooks_are_added_listed_and_removed(run: Run) -> None:
 
 def test_the_dead_letter_is_listed_and_purged(run: Run) -> None:
     assert run("dead", "list", "--json").json["jobs"] == []
-    assert run("dead", "purge", "--yes").output == "0 forgotten\n"
+    assert run("dead", "purge", "--yes").output == "0 deleted\n"
     assert run("dead", "retry", "nobody").code == 3
 
 
@@ -408,7 +411,7 @@ def test_a_key_in_the_data_folder_that_is_another_hubs_is_told_and_an_open_hub_n
         monkeypatch.delenv(name)
     file = write_hub(tmp_path, LocalHub(hub.url, "cfk_of_another"))
     refused = run("jobs")
-    assert refused.code == 3 and f"the key in {file} is not good at {hub.url}" in refused.errors
+    assert refused.code == 3 and f"the key in {file} is not valid at {hub.url}" in refused.errors
     assert "the key is not valid" in run("jobs", "--key", "cfk_mine").errors, (
         "one that was named is not left out"
     )
@@ -440,7 +443,7 @@ def test_config_tells_where_a_setting_came_from_and_no_secret(
     given = run("config", "show", "--port", 4000, "--slots", 2, "--json").json
     assert given["port"] == {"value": 4000, "from": "flag --port"}
     assert "3001" in run("config", "show").output
-    said = run("config", "show", "--said").output
+    said = run("config", "show", "--changed").output
     assert "3001" not in said and hub.url in said and hub.keys[Role.ADMIN] not in said
     assert run("config", "check").code == 0
     monkeypatch.setenv("COMFYFLEET_PROT", "1")
@@ -490,7 +493,7 @@ def test_a_graph_is_converted_to_itself(run: Run, workflow: Path) -> None:
 
 
 def test_blocks_are_listed_and_lifted(run: Run) -> None:
-    assert run("blocks").output == "nothing is blocked\n"
+    assert run("blocks").output == "Nothing is blocked.\n"
     assert run("blocks", "list", "--json").json == []
     ended = run("blocks", "lift", "*", "0123@acme")
     assert (ended.code, ended.errors) == (3, "Error: worker '*' has no block on '0123@acme'\n")

@@ -10,7 +10,7 @@ import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
-from comfyfleet.cli.completion import short_ids
+from comfyfleet.cli.command import short_ids
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_what_may_mean_several_is_refused_and_they_are_named(run: Run, waiting: 
     shared = waiting[0][:6]
     ended = run("job", "cancel", waiting[0], shared)
     assert ended.code == 2
-    assert f"'{shared}' may mean" in ended.errors and "Give more of the id" in ended.errors
+    assert f"'{shared}' matches" in ended.errors and "Give more of the id" in ended.errors
     assert waiting[2] in ended.errors and "queued" in ended.errors
     assert run("job", "show", waiting[0], "--json").json["status"] == "queued", "nothing was cancelled"
 
@@ -75,7 +75,15 @@ def test_ids_that_end_alike_are_shown_longer() -> None:
 
 @pytest.mark.parametrize(
     ("said", "found"),
-    [("queued", 3), ("pending", 3), ("QUEUED", 3), ("running", 0), ("active", 0), ("canceled", 0)],
+    [
+        ("queued", 3),
+        ("waiting", 3),
+        ("pending", 3),
+        ("QUEUED", 3),
+        ("running", 0),
+        ("active", 0),
+        ("canceled", 0),
+    ],
 )
 def test_a_status_may_be_said_in_any_of_the_hubs_words(
     run: Run, waiting: list[str], said: str, found: int
@@ -89,4 +97,4 @@ def test_a_status_may_be_said_in_any_of_the_hubs_words(
 def test_a_status_that_is_none_is_refused_with_those_that_are(run: Run) -> None:
     ended = run("jobs", "--status", "lost")
     assert ended.code == 2
-    assert "running" in ended.errors and "queued" in ended.errors
+    assert "running" in ended.errors and "queued" in ended.errors and "waiting" in ended.errors

@@ -76,7 +76,7 @@ def test_what_keeps_workers_from_work_is_seen_and_a_block_is_lifted(run: Run, wo
     lifted = run("blocks", "lift", "gpu", block["target"], "--json")
     assert lifted.json == {"worker_id": "gpu", "target": block["target"], "lifted": True}
     assert run("job", "watch", job_id).code == 0
-    assert run("blocks").output == "nothing is blocked\n"
+    assert run("blocks").output == "Nothing is blocked.\n"
     assert "blocked" not in run("workers").output
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from comfyfleet.cli import output
-from comfyfleet.cli.hub_connection import print_json, print_table
-from comfyfleet.cli.output import LineFormatter, echo, escaped
+from comfyfleet.cli.output import LineFormatter, echo, escaped, print_json, print_table
 from comfyfleet.cli.process import JsonFormatter, TextFormatter
 
 EVIL = "bad\x1b]0;owned\x07\r\x9b2J\u202egnp.exe\x7f"

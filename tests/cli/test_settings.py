@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from comfyfleet.cli.bootstrap import RunningHub, greet, pool_urls, storage
+from comfyfleet.cli.bootstrap import RunningHub, database_urls, greet, storage
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.hub_connection import LocalHub, read_hub, read_worker_key, write_hub, write_worker_key
-from comfyfleet.cli.options import _OPTIONS, Level
-from comfyfleet.cli.servers import named, tidied
-from comfyfleet.cli.settings import DEFAULT, _fields, flag_of, read_settings
+from comfyfleet.cli.options import _OPTIONS, Level, flag_of
+from comfyfleet.cli.servers import named, with_cleanup
+from comfyfleet.cli.settings import DEFAULT, _fields, read_settings, variables
 from comfyfleet.cli.settings_schema import TABLES, Settings
-from comfyfleet.cli.up import tell_of_unused_store
+from comfyfleet.cli.up import warn_about_unused_store
 from comfyfleet.files.s3_storage import S3Credentials
 from comfyfleet.hub.http.limits import HubLimits
 
@@ -120,7 +120,7 @@ def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str
         ('log_level = "loud"', ["'log_level'"]),
         ("limits = 5", ["'limits'", "[limits]"]),
         ("[hub]\nport = 1", ["'hub'"]),
-        ("port =", ["is not TOML"]),
+        ("port =", ["is not valid TOML"]),
         ('webhook_allow = ["10.0.0.0/33"]', ["'webhook_allow'", "10.0.0.0/33"]),
         ('webhook_allow = ["http://hooks.internal/"]', ["'webhook_allow'", "nor a host name"]),
     ],
@@ -139,7 +139,7 @@ def test_what_the_environment_says_wrong_is_told_with_the_variable() -> None:
     with pytest.raises(CommandFailed, match=r"'port' \(environment HUB_PORT\)"):
         read_settings(config=os.devnull, environment={"HUB_PORT": "many"})
     found = read_settings(config=os.devnull, environment={"COMFYFLEET_PROT": "1", "COMFYFLEET_DEBUG": "1"})
-    assert found.unheard == ("COMFYFLEET_PROT",)
+    assert found.unknown_variables == ("COMFYFLEET_PROT",)
 
 
 def test_up_says_that_it_does_not_keep_its_jobs_where_a_variable_of_others_points(
@@ -149,9 +149,9 @@ def test_up_says_that_it_does_not_keep_its_jobs_where_a_variable_of_others_point
     for given, is_told in (({}, True), ({"store": "redis://b"}, False)):
         flags = {"data": str(tmp_path), **given}
         resolved = read_settings(flags, config=os.devnull, environment=others, old_store=False)
-        tell_of_unused_store(resolved, others)
+        warn_about_unused_store(resolved, others)
         told = capsys.readouterr().err
-        assert ("REDIS_URL is not used" in told and str(tmp_path) in told) == is_told
+        assert ("does not use REDIS_URL" in told and str(tmp_path) in told) == is_told
         assert "secret" not in told
 
 
@@ -181,12 +181,13 @@ def test_every_setting_is_shown_with_the_value_it_has(file: Path) -> None:
     assert shown["encryption.keys"][0] == "…" and shown["key"] == (None, "default")
     every = {f"{table}.{name}" for table in TABLES for name in _fields(table)}
     assert (
-        every <= shown.keys() and set(Settings.__struct_fields__) - TABLES.keys() - {"pools"} <= shown.keys()
+        every <= shown.keys()
+        and set(Settings.__struct_fields__) - TABLES.keys() - {"databases"} <= shown.keys()
     )
 
 
 def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(CommandFailed, match="cannot be read"):
+    with pytest.raises(CommandFailed, match="cannot read the settings"):
         read_settings(config=tmp_path / "nothing.toml", environment={})
 
 
@@ -267,7 +268,7 @@ def test_a_hub_says_which_store_it_keeps_its_jobs_in_and_no_password(
         nothing, nothing, nothing, nothing, "http://127.0.0.1:1", "cfk_…", False, Path("/srv/hub.json")
     )
     greet(running_hub, read_settings({"store": store}, config=os.devnull, environment={}))
-    assert f"  keeps its jobs in {shown}\n" in capsys.readouterr().out
+    assert f"  jobs: {shown}\n" in capsys.readouterr().out
 
 
 def test_the_usual_data_folder_is_the_users() -> None:
@@ -280,58 +281,99 @@ def test_every_flag_is_a_settings() -> None:
     assert flag_of("servers") == "--server"
 
 
-# pools of tenants
+# tenant databases
 
 
-def test_pools_are_named_in_the_file_the_environment_and_by_flags(file: Path) -> None:
+def test_databases_are_named_in_the_file_the_environment_and_by_flags(file: Path) -> None:
     found = read_settings(
-        {"pools": ("c=sqlite:///c.db",)},
-        config=said(file, '[pools]\na = "sqlite:///a.db"\nb = "sqlite:///file.db"\n'),
-        environment={"COMFYFLEET_POOLS": "b=postgresql://me:secret@one,two/b, d=sqlite:///d.db"},
+        {"databases": ("c=sqlite:///c.db",)},
+        config=said(file, '[databases]\na = "sqlite:///a.db"\nb = "sqlite:///file.db"\n'),
+        environment={"COMFYFLEET_DATABASES": "b=postgresql://me:secret@one,two/b, d=sqlite:///d.db"},
     )
-    assert found.values.pools == {
+    assert found.values.databases == {
         "a": "sqlite:///a.db",
         "b": "postgresql://me:secret@one,two/b",
         "c": "sqlite:///c.db",
         "d": "sqlite:///d.db",
     }
     shown = {name: (value, place) for name, value, place in found.shown()}
-    assert shown["pools.b"] == ("postgresql://…@one,two/b", "environment COMFYFLEET_POOLS")
-    assert shown["pools.c"] == ("sqlite:///c.db", "flag --pool")
-    assert pool_urls(found) == found.values.pools
+    assert shown["databases.b"] == ("postgresql://…@one,two/b", "environment COMFYFLEET_DATABASES")
+    assert shown["databases.c"] == ("sqlite:///c.db", "flag --database")
+    assert database_urls(found) == found.values.databases
+
+
+def test_databases_are_read_under_their_old_name_and_shown_under_the_new_one(file: Path) -> None:
+    found = read_settings(
+        {"databases": ("c=sqlite:///c.db",)},
+        config=said(file, '[pools]\na = "sqlite:///a.db"\nb = "sqlite:///file.db"\n'),
+        environment={"COMFYFLEET_POOLS": "b=postgresql://me:secret@one,two/b, d=sqlite:///d.db"},
+    )
+    assert found.values.databases == {
+        "a": "sqlite:///a.db",
+        "b": "postgresql://me:secret@one,two/b",
+        "c": "sqlite:///c.db",
+        "d": "sqlite:///d.db",
+    }
+    shown = {name: (value, place) for name, value, place in found.shown()}
+    assert shown["databases.b"] == ("postgresql://…@one,two/b", "environment COMFYFLEET_POOLS")
+    assert found.unknown_variables == () and not [name for name in shown if name.startswith("pools")]
+    assert "COMFYFLEET_POOLS" not in variables()
+
+
+@pytest.mark.parametrize(
+    ("content", "environment"),
+    [
+        ('[pools]\na = "sqlite:///a.db"\n[databases]\na = "sqlite:///a.db"\nb = "sqlite:///b.db"\n', {}),
+        ("", {"COMFYFLEET_POOLS": "a=sqlite:///a.db", "COMFYFLEET_DATABASES": "b=sqlite:///b.db"}),
+        ('[pools]\na = "sqlite:///a.db"\n', {"COMFYFLEET_DATABASES": "b=sqlite:///b.db"}),
+        ('[databases]\na = "sqlite:///a.db"\n', {"COMFYFLEET_POOLS": "b=sqlite:///b.db"}),
+    ],
+)
+def test_databases_under_both_names_are_one_mistake_that_names_both(
+    content: str, environment: dict[str, str], file: Path
+) -> None:
+    config = said(file, content)
+    with pytest.raises(CommandFailed, match="old name of 'databases'") as failed:
+        read_settings(config=config, environment=environment)
+    places = [f"environment {name}" for name in environment] + ([f"file {file}"] if content else [])
+    assert all(f"({place})" in str(failed.value) for place in places)
+    assert "'pools' (" in str(failed.value) and "'databases' (" in str(failed.value)
+    mistakes: list[CommandFailed] = []
+    read_settings(config=config, environment=environment, mistakes=mistakes)
+    assert [str(each) for each in mistakes] == [str(failed.value)]
 
 
 @pytest.mark.parametrize(
     ("given", "said_of_it"),
     [
-        ({"pools": ("nowhere",)}, "names no pool"),
-        ({"pools": ("a=redis://x",)}, "sqlite:///"),
-        ({"pools": ("a b=sqlite:///x.db",)}, "no name for a pool"),
+        ({"databases": ("nowhere",)}, "has no name"),
+        ({"databases": ("a=redis://x",)}, "sqlite:///"),
+        ({"databases": ("a b=sqlite:///x.db",)}, "not a valid name"),
     ],
 )
-def test_a_pool_that_is_none_is_told_of(given: dict[str, Any], said_of_it: str, tmp_path: Path) -> None:
+def test_a_database_that_is_none_is_told_of(given: dict[str, Any], said_of_it: str, tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match=said_of_it):
         read_settings(given, environment={})
 
 
-def test_beside_an_embedded_store_there_is_a_pool_without_being_asked_for(tmp_path: Path) -> None:
+def test_beside_an_embedded_store_there_is_a_database_without_being_asked_for(tmp_path: Path) -> None:
     for store in (None, "sqlite:///elsewhere.db"):
-        urls = pool_urls(read_settings({"data": str(tmp_path), "store": store}, environment={}))
+        urls = database_urls(read_settings({"data": str(tmp_path), "store": store}, environment={}))
         assert urls == {"default": f"sqlite:///{tmp_path}/tenants.db"}
-    assert pool_urls(read_settings({"store": "redis://x"}, environment={})) == {}
+    assert database_urls(read_settings({"store": "redis://x"}, environment={})) == {}
 
 
-def test_a_pool_that_tenants_were_put_into_is_still_there_when_others_are_named(tmp_path: Path) -> None:
-    named = {"data": str(tmp_path), "pools": ("eu=sqlite:///eu.db",)}
-    assert pool_urls(read_settings(named, environment={})) == {"eu": "sqlite:///eu.db"}
+def test_a_database_that_tenants_were_put_into_is_still_there_when_others_are_named(tmp_path: Path) -> None:
+    named = {"data": str(tmp_path), "databases": ("eu=sqlite:///eu.db",)}
+    assert database_urls(read_settings(named, environment={})) == {"eu": "sqlite:///eu.db"}
     (tmp_path / "tenants.db").touch()
     before = f"sqlite:///{tmp_path}/tenants.db"
-    assert pool_urls(read_settings(named, environment={})) == {"default": before, "eu": "sqlite:///eu.db"}
+    assert database_urls(read_settings(named, environment={})) == {"default": before, "eu": "sqlite:///eu.db"}
     # Whoever gives it an address means that one, and on a shared store nothing is guessed.
-    another = named | {"pools": ("default=sqlite:///d.db",)}
-    assert pool_urls(read_settings(another, environment={})) == {"default": "sqlite:///d.db"}
+    another = named | {"databases": ("default=sqlite:///d.db",)}
+    assert database_urls(read_settings(another, environment={})) == {"default": "sqlite:///d.db"}
     shared = named | {"store": "redis://x"}
-    assert pool_urls(read_settings(shared, environment={})) == {"eu": "sqlite:///eu.db"}
+    assert database_urls(read_settings(shared, environment={})) == {"eu": "sqlite:///eu.db"}
 
 
 # what is kept for others of the same user
@@ -364,7 +406,7 @@ def test_a_key_that_cannot_be_written_names_its_file_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(CommandFailed, match=r"hub\.json cannot be written: No space left"):
+    with pytest.raises(CommandFailed, match=r"cannot write .*hub\.json: No space left"):
         write_hub(tmp_path, LocalHub("http://127.0.0.1:3001"))
     assert list(tmp_path.iterdir()) == []
 
@@ -383,10 +425,10 @@ def test_the_folder_of_a_server_is_that_of_one_server_and_looks_like_one(tmp_pat
     for addresses, words in ((one, "has no folder 'output'"), (two, "a worker for each")):
         resolved = read_settings({"server_folder": str(tmp_path)}, environment={})
         with pytest.raises(CommandFailed, match=words):
-            tidied(named(addresses, None, 1), resolved)
+            with_cleanup(named(addresses, None, 1), resolved)
     (tmp_path / "output").mkdir()
     resolved = read_settings({"server_folder": str(tmp_path), "clear_history": True}, environment={})
-    (server,) = tidied(named(one, None, 1), resolved)
+    (server,) = with_cleanup(named(one, None, 1), resolved)
     assert (server.folder, server.clears_history) == (tmp_path, True)
-    (plain,) = tidied(named(one, None, 1), read_settings({}, environment={}))
+    (plain,) = with_cleanup(named(one, None, 1), read_settings({}, environment={}))
     assert (plain.folder, plain.clears_history) == (None, False), "nothing is removed unless it was asked for"

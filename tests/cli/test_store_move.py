@@ -24,6 +24,7 @@ from comfyfleet.model.dispatch import LeaseOffer
 from comfyfleet.model.ids import JobId, LeaseToken, PollId
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.store_bench import FAST, HASH, B
+from comfyfleet.testing.leases import lease_next
 
 WAITING = 150
 
@@ -157,7 +158,7 @@ async def test_a_move_that_was_killed_in_the_middle_is_begun_again_and_nothing_i
     assert kills, "at least one of them was killed before its end"
     ended = run_cli("store", "move", source, target)
     assert ended.returncode == 0, ended.stderr
-    assert "the source is paused" in ended.stdout
+    assert "The source is paused" in ended.stdout
     assert await read(source) == {}
     after = await read(target)
     assert list(after) == list(before)
@@ -166,7 +167,7 @@ async def test_a_move_that_was_killed_in_the_middle_is_begun_again_and_nothing_i
 
 async def _killed_when(count: Callable[[], Awaitable[int]], at_least: int, source: str, target: str) -> bool:
     with started(*CLI, "store", "move", source, target) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while process.poll() is None and await count() < at_least:
             assert time.monotonic() < deadline
         process.kill()
@@ -182,7 +183,8 @@ async def test_a_trial_names_what_would_stay_and_makes_no_target(
     ended = run_cli("store", "move", source, target, "--dry-run")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == (
-        "13 jobs would move (2 completed, 2 failed, 8 queued, 1 cancelled), 1 block, 1 lesson, 0 documents\n"
+        "13 jobs would move (2 completed, 2 failed, 8 queued, 1 cancelled), 1 block, 1 workflow statistic, "
+        "0 documents\n"
     )
     assert not (tmp_path / "never.db").exists()
     assert await read(source) == before
@@ -199,7 +201,7 @@ async def test_a_reference_that_is_taken_is_told_and_the_command_fails(url_of: C
     assert re.fullmatch(
         r"stays  job-0001  the target has a job under its reference 'ended-0': job-1001", lines[0]
     )
-    assert lines[6] == "4 jobs moved (1 cancelled, 3 queued), 0 blocks, 0 lessons, 0 documents"
+    assert lines[6] == "4 jobs moved (1 cancelled, 3 queued), 0 blocks, 0 workflow statistics, 0 documents"
     assert {job.job.reference for job in (await read(source)).values()} == {
         *(f"ended-{number}" for number in range(4)),
         "tried",
@@ -213,7 +215,7 @@ async def with_a_running_job(url: str, seconds: float) -> str:
     await fill(url, 1)
     async with opened(url) as store:
         offer = LeaseOffer(B, FAST, PollId("poll"), LeaseToken("token"), seconds, seconds)
-        assert await store.lease_next(offer) is not None
+        assert await lease_next(store, offer) is not None
     return url
 
 

@@ -133,8 +133,8 @@ async def test_keys_are_made_used_and_revoked(rig: HubRig, client: FleetClient) 
 
 
 async def test_tenants_are_set_up_and_given_credits(tmp_path: Path) -> None:
-    pools = {"default": f"sqlite:///{tmp_path}/tenants.db"}
-    async with running_hub(pools=pools) as rig, FleetClient(rig.url, rig.keys[Role.ADMIN]) as client:
+    databases = {"default": f"sqlite:///{tmp_path}/tenants.db"}
+    async with running_hub(databases=databases) as rig, FleetClient(rig.url, rig.keys[Role.ADMIN]) as client:
         made = await client.create_tenant("acme", price=FlatPrice(5), caps={"max_running": 2})
         assert (made.price, made.caps.max_running) == (FlatPrice(5), 2)
         assert (await client.change_tenant("acme", weight=3)).price == FlatPrice(5)
@@ -166,7 +166,7 @@ async def test_the_queue_and_the_workers_are_told_what_to_do(rig: HubRig, client
     assert (await client.pause_queue()).is_paused
     assert not (await client.resume_queue()).is_paused
     async with Agent(rig.engine, WorkerId("gpu/0"), [SimulatedConnector()]) as agent:
-        await agent.first_verdict()
+        await agent.wait_for_first_check()
         assert (await client.pause_worker("gpu/0")).status == "paused"
         assert (await client.resume_worker("gpu/0")).status == "idle"
     await client.remove_worker("gpu/0")
@@ -286,6 +286,13 @@ async def test_a_script_without_a_loop_gets_the_same_answers(rig: HubRig, tmp_pa
 
     status, kinds, jobs = await asyncio.to_thread(script)
     assert (status, kinds[-1], jobs) == ("cancelled", "cancelled", 1)
+
+
+def test_a_script_without_a_loop_has_every_method() -> None:
+    def methods(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
+
+    assert methods(SyncFleetClient) == methods(FleetClient)
 
 
 def test_a_closed_client_says_so() -> None:

@@ -25,6 +25,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "workflow": {"workflow": GRAPH},
     "prompt": {"prompt": GRAPH},
 }
+NEXT_STEP = (
+    "Pass the file as ComfyUI saved it, or a JSON file saved with 'Export (API)' "
+    "(in older releases 'Save (API Format)')."
+)
 EMPTY_WORDS = "plain.png carries no workflow: it was saved without metadata"
 
 
@@ -173,6 +177,6 @@ def test_the_commands_take_every_shape_and_pictures(
             assert run("submit", file, "--json").json[0]["workflow_hash"] == hash_workflow(GRAPH)
         for command in ("hash", "submit", "convert"):
             ended = run(command, plain)
-            assert ended.code == 3 and ended.errors == f"Error: {tmp_path}/{EMPTY_WORDS}.\n"
+            assert ended.code == 3 and ended.errors == f"Error: {tmp_path}/{EMPTY_WORDS}. {NEXT_STEP}\n"
         ended = run("run", plain, "--server", "http://127.0.0.1:9")
-        assert ended.code == 3 and ended.errors == f"Error: {tmp_path}/{EMPTY_WORDS}.\n"
+        assert ended.code == 3 and ended.errors == f"Error: {tmp_path}/{EMPTY_WORDS}. {NEXT_STEP}\n"

@@ -321,7 +321,7 @@ class AssetsContract:
 
             bench.assets.in_use = in_use
             await bench.clock.advance(1100)
-            assert bench.assets.is_old(gone)
+            assert bench.assets.is_expired(gone)
             young = await reserved(bench)
             await bench.swept()
             assert await bench.assets.get(gone.file_id) is None

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import psycopg
 import pytest
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database, empty_database
 
 from comfyfleet.ports import Store
 from comfyfleet.stores.postgres import PostgresStore
@@ -32,7 +32,7 @@ _CLEAR = "DROP FUNCTION comfyfleet.no_room() CASCADE"
 
 @pytest.fixture
 def make_store(request: pytest.FixtureRequest) -> MakeStore:
-    return lambda clock: PostgresStore(empty_database(request.config), clock_for_tests=clock)
+    return lambda clock: PostgresStore(emptied_database(request.config), clock_for_tests=clock)
 
 
 # The days of the differential test are thousands of transactions, and others may want the machine too.

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from tests._examples import examples
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
-from comfyfleet.ports import Clock, Store
+from comfyfleet.ports import Store
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.differential import play, steps
 from comfyfleet.testing.contract.full_disk import FullDiskContract, NoRoom
 from comfyfleet.testing.contract.job_transfer import JobTransferContract
+from comfyfleet.testing.contract.leases import LeaseContract
 from comfyfleet.testing.contract.store import StoreContract
-from comfyfleet.testing.contract.store_bench import MakeStore
+from comfyfleet.testing.contract.store_bench import MakeStore, UsesBench
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +36,7 @@ def cluster_url() -> Iterator[str]:
         yield server.url
 
 
-class TestRedisStore(StoreContract, JobTransferContract):
-    """Every key of a fleet carries one hash tag, so a cluster keeps it on one shard."""
-
-    @pytest.fixture(params=["server_url", "cluster_url"])
-    def make_store(self, request: pytest.FixtureRequest) -> MakeStore:
-        url: str = request.getfixturevalue(request.param)
-
-        def make(clock: Clock) -> RedisStore:
-            return RedisStore(with_prefix(url), winding=clock)
-
-        return make
-
+class RedisContract(StoreContract, JobTransferContract):
     @settings(
         max_examples=examples(25),
         suppress_health_check=[
@@ -67,6 +57,33 @@ class TestRedisStore(StoreContract, JobTransferContract):
             loop.run_until_complete(play(make_store, day))
         finally:
             loop.close()
+
+
+class OnOneServer:
+    @pytest.fixture
+    def make_store(self, server_url: str) -> MakeStore:
+        return lambda clock: RedisStore(with_prefix(server_url), winding=clock)
+
+
+class TestRedisStore(OnOneServer, RedisContract):
+    pass
+
+
+class OnACluster:
+    """Every key of a fleet carries one hash tag, so a cluster keeps it on one shard."""
+
+    @pytest.fixture
+    def make_store(self, cluster_url: str) -> MakeStore:
+        return lambda clock: RedisStore(with_prefix(cluster_url), winding=clock)
+
+
+class TestRedisStoreOnACluster(OnACluster, LeaseContract, JobTransferContract, UsesBench):
+    """Keys are named in one place: what leases and moves jobs names most of them. All of it is a slow test."""
+
+
+@pytest.mark.slow
+class TestRedisStoreOnAClusterInFull(OnACluster, RedisContract):
+    pass
 
 
 class TestRedisStoreOutOfMemory(FullDiskContract):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 from tests.tenancy._databases import tenant_schema
 
@@ -22,8 +22,10 @@ from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.encrypted import encrypted_database
 from comfyfleet.testing.contract.job_transfer import JobTransferContract
+from comfyfleet.testing.contract.settlement import SettlementContract
+from comfyfleet.testing.contract.state import StateContract
 from comfyfleet.testing.contract.store import StoreContract
-from comfyfleet.testing.contract.store_bench import MakeStore
+from comfyfleet.testing.contract.store_bench import MakeStore, UsesBench
 from comfyfleet.testing.contract.tenants import Connect, TenantDatabaseContract
 from comfyfleet.testing.time import ManualClock
 
@@ -45,34 +47,66 @@ class SealedContract(StoreContract, JobTransferContract):
     keeps_digests = False
 
 
+class ShortSealedContract(StateContract, SettlementContract, JobTransferContract, UsesBench):
+    """What is sealed is the same whichever store lies inside: the whole contract is played over memory, and over the
+    others with the slow tests."""
+
+    keeps_digests = False
+
+
 class TestSealedMemoryStore(SealedContract):
     @pytest.fixture
     def make_store(self) -> MakeStore:
         return lambda clock: encrypted(MemoryStore(clock), clock)
 
 
-class TestSealedSqliteStore(SealedContract):
+class OverSqlite:
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         numbers = itertools.count()
         return lambda clock: encrypted(SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock), clock)
 
 
-class TestSealedRedisStore(SealedContract):
+class TestSealedSqliteStore(OverSqlite, ShortSealedContract):
+    pass
+
+
+@pytest.mark.slow
+class TestSealedSqliteStoreInFull(OverSqlite, SealedContract):
+    pass
+
+
+class OverRedis:
     @pytest.fixture
     def make_store(self, server_url: str) -> MakeStore:
         return lambda clock: encrypted(RedisStore(with_prefix(server_url), winding=clock), clock)
 
 
-class TestSealedPostgresStore(SealedContract):
-    # Random days are slow here, and what is sealed is the same as on the others.
-    test_the_same_day_goes_as_on_the_memory_store = None  # type: ignore[assignment]
+class TestSealedRedisStore(OverRedis, ShortSealedContract):
+    pass
 
+
+@pytest.mark.slow
+class TestSealedRedisStoreInFull(OverRedis, SealedContract):
+    pass
+
+
+class OverPostgres:
     @pytest.fixture
     def make_store(self, request: pytest.FixtureRequest) -> MakeStore:
         return lambda clock: encrypted(
-            PostgresStore(empty_database(request.config), clock_for_tests=clock), clock
+            PostgresStore(emptied_database(request.config), clock_for_tests=clock), clock
         )
+
+
+class TestSealedPostgresStore(OverPostgres, ShortSealedContract):
+    pass
+
+
+@pytest.mark.slow
+class TestSealedPostgresStoreInFull(OverPostgres, SealedContract):
+    # Random days are slow here, and what is sealed is the same as on the others.
+    test_the_same_day_goes_as_on_the_memory_store = None  # type: ignore[assignment]
 
 
 def _keyring() -> Keyring:
@@ -83,7 +117,7 @@ class TestSealedSqliteTenantDatabase(TenantDatabaseContract):
     @pytest.fixture
     def connect(self, tmp_path: Path) -> Connect:
         keyring = _keyring()
-        return lambda: encrypted_database(open_tenant_database(f"sqlite:///{tmp_path}/pool.db"), keyring)
+        return lambda: encrypted_database(open_tenant_database(f"sqlite:///{tmp_path}/tenants.db"), keyring)
 
 
 class TestSealedPostgresTenantDatabase(TenantDatabaseContract):

@@ -91,10 +91,10 @@ class Scene:
         self.store = InterleavedStore(store)
         rules = Rules(max_attempts=1)
         made = cast(Store, self.store)
-        self.watching = Engine(made, rules=rules, clock=self.clock, chance=SeededRandom(1), bus=bus)
+        self.watching = Engine(made, rules=rules, clock=self.clock, rng=SeededRandom(1), bus=bus)
         self.moving = self.watching
         if is_shared:
-            self.moving = Engine(store, rules=rules, clock=self.clock, chance=SeededRandom(2))
+            self.moving = Engine(store, rules=rules, clock=self.clock, rng=SeededRandom(2))
         self._polls = itertools.count(1)
         self._leased: LeasedJob | None = None
         self.job_id = JobId("")

@@ -60,7 +60,7 @@ class Rig:
     def __init__(self, store: type[MemoryStore] = MemoryStore, **rules: Any) -> None:
         self.clock = ManualClock()
         self.store = store(self.clock)
-        self.engine = Engine(self.store, rules=Rules(**rules), clock=self.clock, chance=SeededRandom())
+        self.engine = Engine(self.store, rules=Rules(**rules), clock=self.clock, rng=SeededRandom())
         self.events: list[Event] = []
         self.engine.bus.listen(self.events.append)
         self._polls = itertools.count(1)
@@ -68,7 +68,7 @@ class Rig:
     def replace_strategy(self, refuses: Callable[[WorkerId], bool]) -> None:
         strategy = Picky(self.engine.rules, refuses)
         self.engine = Engine(
-            self.store, rules=self.engine.rules, clock=self.clock, chance=SeededRandom(), strategy=strategy
+            self.store, rules=self.engine.rules, clock=self.clock, rng=SeededRandom(), strategy=strategy
         )
 
     @staticmethod

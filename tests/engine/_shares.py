@@ -31,7 +31,7 @@ class SharedFleet:
     def __init__(self, store: Store, clock: ManualClock, workers: int) -> None:
         self.clock = clock
         rules = Rules(worker_lost_s=1e9)
-        self.engine = Engine(store, rules=rules, clock=clock, chance=SeededRandom())
+        self.engine = Engine(store, rules=rules, clock=clock, rng=SeededRandom())
         self.store = store
         self.used: Counter[str] = Counter()
         self.done_after: dict[str, list[float]] = {}

@@ -52,12 +52,12 @@ _LATER = frozenset(
         "get_block",
         "put_workflow_stats",
         "get_workflow_stats",
-        "learn",
+        "add_workflow_stats",
         "put_worker",
         "add_worker",
         "replace_worker",
-        "note_worker",
-        "tell",
+        "apply_worker_delta",
+        "send_command",
     }
 )
 
@@ -147,7 +147,7 @@ async def test_a_measurement_that_fails_keeps_nothing_back() -> None:
         def measure(_: WriteResult) -> None:
             raise Broken("no such counter")
 
-        rig.engine.measured_by(measure)
+        rig.engine.on_write(measure)
         await rig.worker("a")
         job_id = await rig.submit(graph())
         await rig.complete(await rig.take("a"))

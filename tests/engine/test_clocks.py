@@ -59,7 +59,7 @@ class Hub:
         self.store_clock = ManualClock()
         self.clock = ManualClock(self.store_clock.now() + ahead_s)
         self.store = ServersStore(self.store_clock)
-        self.engine = Engine(self.store, rules=Rules(), clock=self.clock, chance=SeededRandom())
+        self.engine = Engine(self.store, rules=Rules(), clock=self.clock, rng=SeededRandom())
         self._polls = itertools.count()
 
     async def worker(self, worker_id: WorkerId) -> None:

@@ -13,7 +13,7 @@ from psycopg.conninfo import conninfo_to_dict
 from redis.asyncio import Redis
 from tests.engine._rig import graph, offers
 from tests.engine.test_several_engines import Engines, register, take
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
@@ -40,7 +40,7 @@ def redis_url() -> Iterator[str]:
 def store_url(request: pytest.FixtureRequest) -> str:
     if request.param == "redis":
         return with_prefix(request.getfixturevalue("redis_url"))
-    parts = conninfo_to_dict(empty_database(request.config))
+    parts = conninfo_to_dict(emptied_database(request.config))
     return f"postgresql://{parts['user']}@{parts['host']}:{parts['port']}/{parts['dbname']}"
 
 
@@ -59,7 +59,7 @@ async def two_engines(url: str) -> AsyncIterator[tuple[Engine, Engine]]:
 async def _hears(first: Engine, second: Engine) -> None:
     """Until the second engine listens: a hint given before is lost."""
     while not await second.commands(B, 0.1):
-        await first.store.tell(B, Command("retry"))
+        await first.store.send_command(B, Command("retry"))
 
 
 async def test_a_cancel_asked_of_one_engine_reaches_the_worker_of_the_other_at_once(store_url: str) -> None:
@@ -148,7 +148,7 @@ async def test_a_pause_at_one_engine_is_not_undone_by_what_the_other_notes_of_th
         await it.first.submit(Submission(graph()))
         await it.first.pause_worker(B)
         await it.clock.settle()
-        await it.second._context.fleet.note_failure(B)
+        await it.second._context.fleet.record_failure(B)
         stored = await it.store.get_worker(B)
         assert stored is not None
         assert (stored.is_paused, stored.failed) == (True, 1)
@@ -172,7 +172,7 @@ async def test_a_cancel_holds_though_nobody_could_be_told(monkeypatch: pytest.Mo
         async def fail(*_: object) -> None:
             raise Fault("the store is away")
 
-        monkeypatch.setattr(it.store, "tell", fail)
+        monkeypatch.setattr(it.store, "send_command", fail)
         await register(it.second, "b", "KSampler")
         job_id = (await it.first.submit(Submission(graph()))).job_id
         assert await take(it.second, "b") == job_id
@@ -257,7 +257,7 @@ async def test_what_is_kept_for_a_worker_that_never_asks_again_has_a_bound() -> 
         await register(it.first, "b", "KSampler")
         await it.first.heartbeat(B, [])
         for number in range(1000):
-            it.first._commands.hear(B, Command("retry", JobId(str(number))))
+            it.first._commands.on_command(B, Command("retry", JobId(str(number))))
         kept = (await it.first.heartbeat(B, [])).commands
         assert len(kept) == 100
         assert kept[-1] == Command("retry", JobId("999"))

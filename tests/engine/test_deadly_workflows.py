@@ -109,7 +109,7 @@ async def test_three_such_graphs_within_an_hour_suspend_the_tenant() -> None:
         return True
 
     async with Rig() as rig:
-        rig.engine.suspends_by(suspend)
+        rig.engine.set_tenant_suspension(suspend)
         kinds = [f"Kind{number}" for number in range(4)]
         for name in "ab":
             await rig.worker(name, *kinds)
@@ -130,7 +130,7 @@ async def test_the_default_tenant_is_not_suspended_and_its_graphs_are_refused_al
         raise AssertionError("nobody else would be left")
 
     async with Rig() as rig:
-        rig.engine.suspends_by(suspend)
+        rig.engine.set_tenant_suspension(suspend)
         kinds = [f"Kind{number}" for number in range(4)]
         for name in "ab":
             await rig.worker(name, *kinds)
@@ -163,7 +163,7 @@ async def test_a_refusal_outlives_the_engine_and_another_one_ends_what_still_wai
         rig.engine._context.fleet.refused = frozenset()
         late = await rig.submit(tenant=EVE)
         for block in await rig.store.blocks():
-            rig.engine._context.fleet.note_block(block)
+            rig.engine._context.fleet.cache_block(block)
         assert rig.engine._context.fleet.refused == {target}
         assert await rig.poll("b") is None
         await rig.clock.advance(5)

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from tests.engine._rig import Rig, graph, offers
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.dependencies import COLLECTION
@@ -23,7 +23,7 @@ from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import ClassKey, JobId, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.timers import next_look
+from comfyfleet.policy.timers import next_check
 from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.memory import MemoryStore
 
@@ -205,7 +205,7 @@ async def test_a_job_that_vanished_before_it_completed_fails_who_waits(rig: Rig)
     first = await rig.submit()
     second = await rig.submit(after=(first,))
     dispatch = await rig.store.load(first)
-    assert dispatch is not None and await rig.store.moving.discard([dispatch]) == [True]
+    assert dispatch is not None and await rig.store.job_transfer.discard([dispatch]) == [True]
     await rig.clock.advance(rig.engine.rules.held_look_s)
     failure = (await rig.engine.get(second)).job.failure
     assert failure is not None and "no longer exists" in failure.message
@@ -240,7 +240,7 @@ async def test_a_held_job_can_be_paused_resumed_and_changed_and_still_waits(rig:
     await rig.engine.complete(Completion(leased.lease_ref(), JobResult()))
     await rig.settle()
     dispatch = (await rig.engine.get(second)).dispatch
-    assert (dispatch.is_held, dispatch.standing) == (False, Readiness.PAUSED)
+    assert (dispatch.awaits_jobs, dispatch.standing) == (False, Readiness.PAUSED)
     await rig.engine.resume(second)
     assert (await rig.take("a")).job_id == second
 
@@ -285,12 +285,12 @@ async def test_a_retry_by_hand_waits_again_for_what_is_tried_again(rig: Rig) -> 
 
 def test_ten_thousand_held_jobs_cost_few_looks_and_fewer_the_longer_they_wait() -> None:
     rules, looks, now = Rules(), 0, 0.0
-    held = Dispatch(JobId("j"), ClassKey("c"), WorkflowHash("h"), 0, queued_at=0.0, is_held=True)
+    held = Dispatch(JobId("j"), ClassKey("c"), WorkflowHash("h"), 0, queued_at=0.0, awaits_jobs=True)
     while now < 86_400:
-        now = next_look(held, now, rules)
+        now = next_check(held, now, rules)
         looks += 1
     assert looks * 10_000 / 86_400 < 15, "looks a second, over a day"
-    assert next_look(held, 0.0, rules) == rules.held_look_s
+    assert next_check(held, 0.0, rules) == rules.held_look_s
 
 
 # on every store
@@ -310,7 +310,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         case "redis":
             return with_prefix(request.getfixturevalue("redis_url"))
         case "postgresql":
-            parts = psycopg.conninfo.conninfo_to_dict(empty_database(request.config))
+            parts = psycopg.conninfo.conninfo_to_dict(emptied_database(request.config))
             return f"postgresql://{parts['user']}@{parts['host']}:{parts['port']}/{parts['dbname']}"
     return "memory:"
 

@@ -22,7 +22,7 @@ async def shares(demands: list[Demand], seconds: float, workers: int) -> SharedF
     clock = ManualClock()
     async with SharedFleet(MemoryStore(clock), clock, workers) as fleet:
         for demand in demands:
-            await fleet.store.shares.put_terms(TenantTerms(demand.tenant, demand.weight))
+            await fleet.store.fair_share.put_terms(TenantTerms(demand.tenant, demand.weight))
         await fleet.run(demands, seconds)
     return fleet
 
@@ -64,7 +64,7 @@ async def bursts_beside(others: int) -> list[float]:
     fleet it has half beside another, and all of it alone."""
     clock = ManualClock()
     async with SharedFleet(MemoryStore(clock), clock, 2) as fleet:
-        await fleet.store.shares.put_terms(TenantTerms(ANN))
+        await fleet.store.fair_share.put_terms(TenantTerms(ANN))
         for _ in range(others):
             await fleet.submit(Demand(BOB, 1.0))
         await fleet.work_until(clock.now() + 30)
@@ -87,7 +87,7 @@ async def test_a_round_of_many_slots_gives_each_tenant_its_part_of_them() -> Non
     """All slots come at once: what the first jobs of a tenant cost counts before it gets the next."""
     async with Rig() as rig:
         await rig.worker("wide", slots=9)
-        await rig.store.shares.put_terms(TenantTerms(BOB, weight=2.0))
+        await rig.store.fair_share.put_terms(TenantTerms(BOB, weight=2.0))
         for tenant in (ANN, BOB):
             for _ in range(9):
                 await rig.submit(tenant=tenant)
@@ -104,7 +104,7 @@ async def test_a_tenant_that_falls_below_its_cap_wakes_whoever_waits() -> None:
     async with Rig() as rig:
         for name in ("one", "two"):
             await rig.worker(name)
-        await rig.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
+        await rig.store.fair_share.put_terms(TenantTerms(ANN, max_leased=1))
         for _ in range(2):
             await rig.submit(tenant=ANN)
         first = await rig.take("one")
@@ -120,7 +120,7 @@ async def test_a_tenant_that_falls_below_its_cap_wakes_whoever_waits() -> None:
 async def test_a_hold_that_ends_wakes_whoever_waits_by_itself() -> None:
     async with Rig(round_s=1e9) as rig:
         await rig.worker("one")
-        await rig.store.shares.put_terms(TenantTerms(ANN, held_until=rig.clock.now() + 100))
+        await rig.store.fair_share.put_terms(TenantTerms(ANN, held_until=rig.clock.now() + 100))
         job_id = await rig.submit(tenant=ANN)
         parked = rig.park("one")
         await rig.clock.advance(99.5)
@@ -135,13 +135,13 @@ async def test_an_explanation_says_that_the_tenant_has_all_it_may_have() -> None
     async with Rig() as rig:
         for name in ("one", "two"):
             await rig.worker(name)
-        await rig.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
+        await rig.store.fair_share.put_terms(TenantTerms(ANN, max_leased=1))
         await rig.submit(tenant=ANN)
         job_id = await rig.submit(tenant=ANN)
         await rig.take("one")
         explained = await rig.engine.explain(job_id)
         assert explained.summary == "the tenant ann has as many jobs running as it may: 1"
-        await rig.store.shares.put_terms(TenantTerms(ANN, held_until=inf))
+        await rig.store.fair_share.put_terms(TenantTerms(ANN, held_until=inf))
         explained = await rig.engine.explain(job_id)
         assert explained.summary == "the tenant ann is held: workers get none of its jobs"
 
@@ -149,10 +149,10 @@ async def test_an_explanation_says_that_the_tenant_has_all_it_may_have() -> None
 async def test_a_tenant_is_charged_for_what_its_jobs_took_however_they_ended() -> None:
     async with Rig(charge_s=10.0, cooldown_s=1.0, worker_lost_s=1e9) as rig:
         await rig.worker("one")
-        await rig.store.shares.put_terms(TenantTerms(ANN))
+        await rig.store.fair_share.put_terms(TenantTerms(ANN))
 
         async def charged() -> float:
-            share = await rig.store.shares.of(ANN)
+            share = await rig.store.fair_share.get(ANN)
             return share.virtual_time - share.credit
 
         await rig.submit(tenant=ANN)

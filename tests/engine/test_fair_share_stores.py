@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.engine._shares import Demand, SharedFleet
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.model.ids import TenantId
@@ -34,7 +34,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) ->
             return SqliteStore(tmp_path / "fleet.db", clock)
         case "redis":
             return RedisStore(with_prefix(request.getfixturevalue("redis_url")), winding=clock)
-    return PostgresStore(empty_database(request.config), clock_for_tests=clock)
+    return PostgresStore(emptied_database(request.config), clock_for_tests=clock)
 
 
 @pytest.fixture
@@ -46,6 +46,6 @@ async def test_gpu_seconds_follow_the_weights(store: Store, clock: ManualClock) 
     demands = [Demand(ANN, 2.0, 1.0), Demand(BOB, 10.0, 3.0)]
     async with SharedFleet(store, clock, 2) as fleet:
         for demand in demands:
-            await store.shares.put_terms(TenantTerms(demand.tenant, demand.weight))
+            await store.fair_share.put_terms(TenantTerms(demand.tenant, demand.weight))
         await fleet.run(demands, 400.0)
     assert fleet.part_of(BOB) == pytest.approx(0.75, rel=0.05)

@@ -43,6 +43,16 @@ async def test_beside_a_real_worker_it_takes_nothing_and_the_job_says_why(is_off
             assert (await rig.take("gpu")).job_id == job_id
 
 
+async def test_a_worker_whose_server_never_answered_does_not_count_as_real() -> None:
+    async with Rig() as rig:
+        await rig.engine.register(
+            RegisterWorker(WorkerId("dead"), Capabilities(()), 1, offline_reason="no answer")
+        )
+        await fake(rig)
+        job_id = await rig.submit()
+        assert (await rig.take("fake")).job_id == job_id
+
+
 async def test_one_that_waits_for_a_job_gets_none_that_comes_after_a_real_worker() -> None:
     async with Rig() as rig:
         await fake(rig)

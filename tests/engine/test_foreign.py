@@ -106,7 +106,7 @@ async def facts(engine: Engine, job_id: JobId) -> list[str]:
 
 async def reports(engine: Engine) -> int:
     assert engine.store.direct_workers is not None
-    return len((await engine.store.direct_workers.look(1000)).reports)
+    return len((await engine.store.direct_workers.backlog(1000)).reports)
 
 
 async def test_a_worker_is_admitted_runs_a_job_and_the_engine_learns_from_it(url: str) -> None:
@@ -200,7 +200,7 @@ async def test_two_engines_at_once_judge_each_failure_once_and_admit_each_worker
         await asyncio.gather(
             *(guest.fail(lease) for lease in leases), *(other.register() for other in others)
         )
-        await asyncio.gather(first._direct_workers.attend(), second._direct_workers.attend())
+        await asyncio.gather(first._direct_workers.process_inbox(), second._direct_workers.process_inbox())
 
         async def are_judged() -> bool:
             return not await reports(first)

@@ -40,7 +40,7 @@ async def test_a_round_that_was_taken_before_is_brought_in_under_the_terms() -> 
     tenant = Tenant(ACME, "first", 1.0, isolation="strict", location=LocationNeed("eu", ("gdpr",)))
     async with Rig() as rig:
         taken = await rig.submit(tenant=ACME)
-        rig.engine.judged_by(Terms(tenant))
+        rig.engine.set_admission_control(Terms(tenant))
         placed = await rig.submit(tenant=ACME)
         known = await rig.engine.get(taken)
         dispatch = Dispatch(
@@ -52,7 +52,7 @@ async def test_a_round_that_was_taken_before_is_brought_in_under_the_terms() -> 
             return await rig.store.enqueue(dispatch, job, (FactDraft(FactKind.QUEUED),))
 
         # Suspended since then, perhaps: nothing new is taken, and this is not new.
-        rig.engine.judged_by(Terms(msgspec.structs.replace(tenant, state=TenantState.SUSPENDED)))
+        rig.engine.set_admission_control(Terms(msgspec.structs.replace(tenant, state=TenantState.SUSPENDED)))
         await rig.engine.admit(job, dispatch, write)
         needs = await needs_of(rig, JobId("brought"))
         assert (needs.isolation, needs.location, needs.needs_hub) == ("strict", tenant.location, True)
@@ -61,7 +61,7 @@ async def test_a_round_that_was_taken_before_is_brought_in_under_the_terms() -> 
 
 async def test_what_is_kept_of_a_job_is_what_was_asked_for() -> None:
     async with Rig() as rig:
-        rig.engine.judged_by(Terms(Tenant(ACME, "first", 1.0, isolation="strict", tier=7)))
+        rig.engine.set_admission_control(Terms(Tenant(ACME, "first", 1.0, isolation="strict", tier=7)))
         job_id = await rig.submit(tenant=ACME, priority=1)
         view = await rig.engine.get(job_id)
         assert (view.job.payload.tier, view.job.payload.requirements) == (0, Requirements())

@@ -13,7 +13,7 @@ import pytest
 from tests.engine._rig import Rig, graph, offers
 from tests.engine.test_foreign import DECLARED, NODE, Guest, engine_on, until
 from tests.engine.test_several_engines import SharedStore
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
@@ -145,7 +145,7 @@ async def two_engines(kind: str, server: str, config: pytest.Config) -> AsyncIte
             store = SharedStore(clock)
             pair = [Engine(store, rules=Rules(round_s=3600), clock=clock) for _ in range(2)]
         else:
-            address = with_prefix(server) if kind == "redis" else empty_database(config)
+            address = with_prefix(server) if kind == "redis" else emptied_database(config)
             made = RedisStore if kind == "redis" else PostgresStore
             pair = [Engine(made(address), rules=Rules(round_s=3600)) for _ in range(2)]
         yield await stack.enter_async_context(pair[0]), await stack.enter_async_context(pair[1])
@@ -189,7 +189,7 @@ async def test_a_list_that_is_declared_while_another_engine_writes_of_the_worker
         await here.submit(Submission(graph(), tenant=ACME))
         leased = await here.poll(Poll(gpu, PollId("0"), 0))
         assert leased is not None
-        look, note = here.store.get_worker, here.store.note_worker
+        look, note = here.store.get_worker, here.store.apply_worker_delta
 
         async def look_then_change(worker_id: WorkerId) -> WorkerRecord | None:
             monkeypatch.setattr(here.store, "get_worker", look)
@@ -198,12 +198,12 @@ async def test_a_list_that_is_declared_while_another_engine_writes_of_the_worker
             return found
 
         async def change_then_note(worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
-            monkeypatch.setattr(here.store, "note_worker", note)
+            monkeypatch.setattr(here.store, "apply_worker_delta", note)
             await there.register(RegisterWorker(gpu, shut))
             return await note(worker_id, delta)
 
         # A run is noted with its worker, which is another by then.
-        monkeypatch.setattr(here.store, "note_worker", change_then_note)
+        monkeypatch.setattr(here.store, "apply_worker_delta", change_then_note)
         await here.complete(Completion(leased.ref, JobResult()))
         stored = await here.store.get_worker(gpu)
         assert stored is not None and stored.capabilities == shut

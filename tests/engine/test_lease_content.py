@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.engine._rig import graph, offers
 from tests.engine.test_several_engines import SharedStore
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
@@ -44,7 +44,7 @@ def store(request: pytest.FixtureRequest) -> Store:
             return SharedStore(SystemClock())
         case "redis":
             return RedisStore(with_prefix(request.getfixturevalue("redis_url")))
-    return PostgresStore(empty_database(request.config))
+    return PostgresStore(emptied_database(request.config))
 
 
 @pytest.fixture

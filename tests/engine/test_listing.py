@@ -14,6 +14,7 @@ from comfyfleet.model.calls import JobFilter
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.testing.time import ManualClock
 
@@ -43,16 +44,9 @@ class LongRecords:
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
         raise AssertionError("a list reads pages")
 
-    async def listing(
-        self,
-        *,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        newest_first: bool = False,
-    ) -> list[Job]:
-        if newest_first:
+    async def listing(self, query: RecordQuery) -> list[Job]:
+        limit, after = query.limit, query.after
+        if query.newest_first:
             end = len(self.jobs) if after is None else int(after)
             page = self.jobs[max(0, end - limit) : end][::-1]
         else:

@@ -14,7 +14,7 @@ from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.model.workflow_stats import WorkflowStats
-from comfyfleet.ports import TransferableStore
+from comfyfleet.ports import RecordQuery, TransferableStore
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.testing.contract.job_transfer import whole
 from comfyfleet.testing.contract.store_bench import (
@@ -54,7 +54,7 @@ class Two:
         return self.target.store
 
     async def left(self) -> list[JobId]:
-        listed = await self.from_store.records.listing(tenant=None, phase=None, limit=1000, after=None)
+        listed = await self.from_store.records.listing(RecordQuery(limit=1000))
         return [job.job_id for job in listed]
 
 
@@ -88,12 +88,12 @@ async def test_everything_moves_in_its_order_behind_what_is_there(two: Two) -> N
 async def test_what_was_learned_blocked_and_served_moves_along(two: Two) -> None:
     for name, seconds in (("ann", 40.0), ("bob", 5.0)):
         await two.source.enqueue(tenant=tenant(name))
-        await two.from_store.shares.charge(tenant(name), seconds)
-    await two.to_store.shares.charge(tenant("bob"), 1.0)
+        await two.from_store.fair_share.charge(tenant(name), seconds)
+    await two.to_store.fair_share.charge(tenant("bob"), 1.0)
     ann, own_bob = TenantTerms(tenant("ann"), 2.0, 7), TenantTerms(tenant("bob"), 3.0)
     for terms in (ann, TenantTerms(tenant("bob"), 5.0)):
-        await two.from_store.shares.put_terms(terms)
-    await two.to_store.shares.put_terms(own_bob)
+        await two.from_store.fair_share.put_terms(terms)
+    await two.to_store.fair_share.put_terms(own_bob)
     workflow_stats = [WorkflowStats(HASH, {}, 8.0), WorkflowStats(WorkflowHash("new"), {}, 4.0)]
     for stats in workflow_stats:
         await two.from_store.put_workflow_stats(stats)
@@ -106,9 +106,9 @@ async def test_what_was_learned_blocked_and_served_moves_along(two: Two) -> None
     assert await two.to_store.get_workflow_stats(HASH) == own, "what the target has learned itself is newer"
     assert await two.to_store.get_workflow_stats(WorkflowHash("new")) == workflow_stats[1]
     assert await two.to_store.blocks() == [block]
-    served = [(await two.to_store.shares.of(tenant(name))).virtual_time for name in ("ann", "bob")]
+    served = [(await two.to_store.fair_share.get(tenant(name))).virtual_time for name in ("ann", "bob")]
     assert served == [40.0, 5.0]
-    assert await two.to_store.shares.terms() == [ann, own_bob]
+    assert await two.to_store.fair_share.terms() == [ann, own_bob]
     first = await two.target.lease_next(B)
     assert first is not None and first.tenant == "bob", "who was served less comes first, as before"
     again = await two.move().run()
@@ -122,7 +122,7 @@ async def test_documents_move_along_and_what_the_target_has_under_their_name_sta
         assert await source.put("keys", name, b"moved", version=None)
     assert await source.put("audit", "entry", bytes(range(256)), version=0)
     assert await target.put("keys", "key-00", b"own", version=0)
-    assert (await two.move().rehearse()).documents == 45
+    assert (await two.move().dry_run()).documents == 45
     assert await target.collections() == ["keys"], "a rehearsal changes nothing"
     assert (await two.move().run()).documents == 45
     kept = {each.name: each.body for each in await target.listing("keys")}
@@ -222,7 +222,7 @@ async def test_a_trial_tells_what_would_be_and_changes_nothing(two: Two) -> None
     await two.source.enqueue()
     await two.source.leased()
     before = (await two.source.state(), await two.target.state())
-    moved = await two.move().rehearse()
+    moved = await two.move().dry_run()
     assert (moved.jobs, [each.why for each in moved.stayed]) == (1, [SkipReason.REFERENCE, SkipReason.LEASED])
     assert (await two.source.state(), await two.target.state()) == before
 
@@ -255,7 +255,7 @@ async def test_a_move_that_was_cut_off_at_any_step_goes_on_when_it_is_begun_agai
     two: Two, monkeypatch: pytest.MonkeyPatch, side: str, name: str, is_done: bool
 ) -> None:
     jobs = [await two.source.enqueue() for _ in range(70)]
-    moving = two.from_store.moving if side == "source" else two.to_store.moving
+    moving = two.from_store.job_transfer if side == "source" else two.to_store.job_transfer
     with monkeypatch.context() as patch:
         patch.setattr(moving, name, fails_once(getattr(moving, name), after=2, is_done=is_done))
         with pytest.raises(Interrupted):
@@ -272,7 +272,7 @@ def before_discard(
     two: Two, monkeypatch: pytest.MonkeyPatch, act: Callable[[], Coroutine[Any, Any, Any]]
 ) -> None:
     """Between the moment the target has a job and the moment the source lets it go."""
-    original, is_first = two.from_store.moving.discard, True
+    original, is_first = two.from_store.job_transfer.discard, True
 
     async def discard(jobs: list[Dispatch]) -> list[bool]:
         nonlocal is_first
@@ -281,7 +281,7 @@ def before_discard(
             await act()
         return await original(jobs)
 
-    monkeypatch.setattr(two.from_store.moving, "discard", discard)
+    monkeypatch.setattr(two.from_store.job_transfer, "discard", discard)
 
 
 async def test_a_job_changed_at_the_source_in_between_moves_as_it_is_then(
@@ -311,8 +311,8 @@ async def test_a_job_changed_without_a_fact_after_a_move_that_was_cut_off_moves_
 ) -> None:
     job = await two.source.enqueue()
     with monkeypatch.context() as patch:
-        discard = two.from_store.moving.discard
-        patch.setattr(two.from_store.moving, "discard", fails_once(discard, after=1, is_done=False))
+        discard = two.from_store.job_transfer.discard
+        patch.setattr(two.from_store.job_transfer, "discard", fails_once(discard, after=1, is_done=False))
         with pytest.raises(Interrupted):
             await two.move().run()
     assert await two.source.change(job, Change(priority=9, is_awaited=True)) is not None
@@ -345,9 +345,9 @@ async def test_a_job_that_ended_at_the_target_before_the_move_went_on_is_let_go_
     await two.source.enqueue()
     with monkeypatch.context() as patch:
         patch.setattr(
-            two.from_store.moving,
+            two.from_store.job_transfer,
             "discard",
-            fails_once(two.from_store.moving.discard, after=1, is_done=False),
+            fails_once(two.from_store.job_transfer.discard, after=1, is_done=False),
         )
         with pytest.raises(Interrupted):
             await two.move().run()

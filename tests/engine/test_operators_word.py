@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine._rig import Rig, offers
+from tests.engine._rig import Rig, graph, offers
 
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.job import Submission
 from comfyfleet.model.worker import WorkerRecord
 
 GPU = WorkerId("gpu")
@@ -71,7 +72,7 @@ async def test_a_worker_that_is_removed_while_it_is_there_is_kept_out_until_it_i
     async with Rig() as rig:
         await register(rig)
         await rig.submit()
-        await rig.engine.remove_worker(GPU, is_kept_out=True)
+        await rig.engine.remove_worker(GPU, is_banned=True)
         with pytest.raises(Refusal, match="not registered"):
             await poll(rig, "one")
         assert "workers resume gpu" in await refused(rig)
@@ -127,3 +128,13 @@ async def test_agents_that_do_not_say_who_they_are_are_taken_as_before() -> None
         await register(rig, "first")
         await register(rig)
         assert (await register(rig, "second")).instance == "second"
+
+
+async def test_a_warning_names_the_workers_that_were_seen_last_and_says_drained() -> None:
+    async with Rig() as rig:
+        for name in ("old-1", "old-2", "old-3", "newest"):
+            await rig.engine.register(RegisterWorker(WorkerId(name), offers("KSampler"), 1))
+            await rig.engine.unregister(WorkerId(name), "drain")
+            await rig.clock.advance(1)
+        warnings = (await rig.engine.submit(Submission(graph()))).unworkable
+        assert warnings == tuple(f"{name} is offline: drained" for name in ("newest", "old-3", "old-2"))

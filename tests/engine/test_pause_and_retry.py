@@ -207,7 +207,7 @@ async def test_a_lease_that_goes_back_unheard_goes_back_as_was_asked_for_meanwhi
             return found
 
         monkeypatch.setattr(rig.store, "load", then_asked)
-        await rig.engine._context.give_back(held)
+        await rig.engine._context.requeue_undelivered(held)
         after = await state_of(rig, job_id)
         assert (after.phase, after.standing, after.lease) == (phase, standing, None)
         assert (after.pause_requested_at, after.retry_requested_at) == (None, None)

@@ -17,7 +17,9 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.graph_reader import GraphReader, GraphReading
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.job import Submission
-from comfyfleet.model.workflow import InvalidWorkflow, decoded_node, hash_workflow, read_needs, read_node
+from comfyfleet.model.workflow import read_needs
+from comfyfleet.model.workflow_graph import InvalidWorkflow, decoded_node, read_node
+from comfyfleet.model.workflow_hash import hash_workflow
 from comfyfleet.stores.sqlite.store import SqliteStore
 
 

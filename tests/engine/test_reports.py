@@ -203,23 +203,6 @@ async def test_a_run_whose_worker_never_said_that_it_started_began_with_its_leas
         assert (view.dispatch.phase, view.worker_id) == (Phase.CANCELLED, "a")
 
 
-async def test_a_lease_that_is_never_acknowledged_returns_uncharged_to_its_old_place() -> None:
-    async with Rig() as rig:
-        await rig.worker("a")
-        first = await rig.submit()
-        assert await rig.poll("a") is not None
-        later = await rig.submit()
-        await rig.clock.advance(9.9)
-        assert (await rig.engine.get(first)).dispatch.phase is Phase.LEASED
-        await rig.clock.advance(0.1)
-        view = await rig.engine.get(first)
-        assert view.dispatch.phase is Phase.QUEUED
-        assert (view.dispatch.charged, view.dispatch.worker_faults, view.dispatch.releases) == (0, 0, 1)
-        assert view.attempts[0].outcome is AttemptOutcome.RELEASED
-        assert await rig.engine.blocks() == []
-        assert [(await rig.take("a")).job_id, (await rig.take("a")).job_id] == [first, later]
-
-
 async def test_a_lease_that_expires_after_a_heartbeat_charges_the_worker_and_goes_elsewhere_by_itself() -> (
     None
 ):
@@ -254,18 +237,6 @@ async def test_heartbeats_keep_a_lease_alive() -> None:
             beat = await rig.engine.heartbeat(WorkerId("a"), [leased.ref])
             assert beat.alive == (leased.ref,)
         assert (await rig.engine.get(job_id)).dispatch.lease_number == 1
-
-
-async def test_a_job_that_is_given_back_more_than_twenty_times_fails() -> None:
-    async with Rig() as rig:
-        await rig.worker("a")
-        job_id = await rig.submit()
-        for _ in range(20):
-            settled = await rig.engine.release(Release((await rig.take("a")).ref))
-            assert settled.will_retry
-        settled = await rig.engine.release(Release((await rig.take("a")).ref))
-        assert settled.phase is Phase.FAILED
-        assert (await rig.engine.get(job_id)).dispatch.releases == 20
 
 
 async def test_a_poll_asked_again_gets_the_same_lease() -> None:

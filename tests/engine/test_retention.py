@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.engine._rig import offers
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
@@ -37,7 +37,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         "memory": MemoryStore,
         "sqlite": lambda clock: SqliteStore(tmp_path / "fleet.db", clock),
         "redis": lambda clock: RedisStore(with_prefix(request.getfixturevalue("redis_url")), winding=clock),
-        "postgresql": lambda clock: PostgresStore(empty_database(request.config), clock_for_tests=clock),
+        "postgresql": lambda clock: PostgresStore(emptied_database(request.config), clock_for_tests=clock),
     }
     bench = StoreBench(makers[request.param])
     await bench.open()
@@ -52,7 +52,7 @@ async def test_completed_and_cancelled_jobs_are_kept_a_day_and_failed_ones_a_wee
         assert await store.write(end(ref)) is not None
     assert await bench.cancel(await bench.enqueue()) is not None
     waiting = await bench.enqueue()
-    engine = Engine(store, rules=Rules(), clock=bench.clock, chance=SeededRandom())
+    engine = Engine(store, rules=Rules(), clock=bench.clock, rng=SeededRandom())
     kept = []
     for hours in (23.9, 0.2, 24 * 6 - 0.2, 0.2):
         await bench.clock.advance(hours * HOUR_S)
@@ -67,7 +67,7 @@ async def test_completed_and_cancelled_jobs_are_kept_a_day_and_failed_ones_a_wee
 async def test_a_worker_is_forgotten_a_week_after_it_was_last_seen_whoever_sweeps(bench: StoreBench) -> None:
     store = bench.store
     first, second = (
-        Engine(store, rules=Rules(), clock=bench.clock, chance=SeededRandom(seed)) for seed in (1, 2)
+        Engine(store, rules=Rules(), clock=bench.clock, rng=SeededRandom(seed)) for seed in (1, 2)
     )
     for name in ("left", "lost", "lives"):
         await first.register(

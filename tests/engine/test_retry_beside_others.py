@@ -46,7 +46,7 @@ async def test_a_job_that_is_cancelled_meanwhile_waits_for_what_it_waited_for_an
         after_its_look(rig, second, lambda: rig.engine.cancel(second))
         assert (await rig.engine.retry(second)).phase is Phase.QUEUED
         dispatch = (await rig.engine.get(second)).dispatch
-        assert (dispatch.round, dispatch.is_held) == (2, True)
+        assert (dispatch.round, dispatch.awaits_jobs) == (2, True)
         assert told == [(first, 1), (second, 1), (second, 2)]
         leased = await rig.take("a")
         assert leased.job_id == first

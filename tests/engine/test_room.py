@@ -41,7 +41,7 @@ def room_in(rules: Rules) -> tuple[QueueCapacity, ManualClock]:
 async def test_what_was_heard_is_good_for_a_second() -> None:
     room, clock = room_in(Rules(max_waiting=10))
     assert not room.is_known()
-    room.hear(counts(4))
+    room.update(counts(4))
     await clock.advance(0.9)
     assert room.is_known()
     await clock.advance(0.2)
@@ -51,7 +51,7 @@ async def test_what_was_heard_is_good_for_a_second() -> None:
 @pytest.mark.parametrize("rules", [Rules(max_waiting=10), Rules(max_open_bytes=100)])
 def test_a_queue_that_is_half_full_is_asked_each_time(rules: Rules) -> None:
     room, _ = room_in(rules)
-    room.hear(counts(0))
+    room.update(counts(0))
     for _ in range(5):
         assert room.is_known()
         room.take(10)

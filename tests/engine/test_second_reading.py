@@ -11,7 +11,6 @@ from tests.engine._rig import Rig, graph
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
-from comfyfleet.model.calls import Release
 from comfyfleet.model.dispatch import Phase, Write, WriteResult
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.fact import Fact
@@ -69,18 +68,6 @@ async def test_a_time_that_is_no_time_is_refused(wrong: dict[str, Any]) -> None:
     async with Rig() as rig:
         with pytest.raises(Refusal, match="must be a number of seconds"):
             await rig.submit(**wrong)
-
-
-async def test_a_declined_job_is_kept_off_the_worker_for_a_while_and_never_given_up() -> None:
-    async with Rig() as rig:
-        await rig.worker("a")
-        job_id = await rig.submit()
-        for _ in range(30):
-            leased = await rig.take("a")
-            await rig.engine.release(Release(leased.ref, "declined"))
-            assert await rig.poll("a") is None, "it would only be declined again"
-            await rig.clock.advance(10)
-        assert (await rig.engine.get(job_id)).dispatch.phase is Phase.QUEUED
 
 
 async def test_a_failure_says_on_which_worker_even_before_the_job_was_accepted_there() -> None:

@@ -41,7 +41,7 @@ class Engines:
         self.clock = ManualClock()
         self.store = store(self.clock)
         self.first, self.second = (
-            Engine(self.store, rules=Rules(**rules), clock=self.clock, chance=SeededRandom(seed))
+            Engine(self.store, rules=Rules(**rules), clock=self.clock, rng=SeededRandom(seed))
             for seed in (1, 2)
         )
 
@@ -155,7 +155,7 @@ async def test_an_engine_that_starts_again_knows_what_waits_and_who_works() -> N
     async with it:
         await register(it.first, "a", "KSampler")
         job_id = (await it.first.submit(Submission(graph()))).job_id
-    later = Engine(it.store, clock=it.clock, chance=SeededRandom(3))
+    later = Engine(it.store, clock=it.clock, rng=SeededRandom(3))
     async with later:
         assert [worker.worker_id for worker in await later.workers()] == ["a"]
         assert "worker" in (await later.explain(job_id)).summary
@@ -246,14 +246,14 @@ async def test_a_worker_removed_between_a_look_and_a_write_is_not_put_back(
             await it.first.remove_worker(worker_id)
             return found
 
-        note = it.store.note_worker
+        note = it.store.apply_worker_delta
 
         async def lose_then_note(worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
             await it.first.remove_worker(worker_id)
             return await note(worker_id, delta)
 
         monkeypatch.setattr(it.store, "get_worker", look_then_lose)
-        monkeypatch.setattr(it.store, "note_worker", lose_then_note)
+        monkeypatch.setattr(it.store, "apply_worker_delta", lose_then_note)
         with pytest.raises(Refusal, match="there is no worker"):
             await it.second.pause_worker(WorkerId("b"))
         assert await it.store.workers() == []
@@ -343,12 +343,12 @@ async def test_what_is_known_of_a_workflow_ranks_its_jobs_also_when_it_is_long_s
     async with Engines() as it:
         context = it.first._context
         waits, other = WorkflowHash("waits"), WorkflowHash("other")
-        await context.learn(of_run(waits, "RTX", 7.0))
+        await context.add_workflow_stats(of_run(waits, "RTX", 7.0))
         await it.clock.advance(11)
         await context.stats(other)
         assert expected_s(context.known_workflow_stats(waits), "RTX") == 7.0
         # Meanwhile the other engine has learned as well, which is read with the next question.
-        await it.second._context.learn(of_run(waits, "RTX", 9.0))
+        await it.second._context.add_workflow_stats(of_run(waits, "RTX", 9.0))
         assert expected_s(await context.stats(waits), "RTX") == 8.0
 
 

@@ -17,7 +17,7 @@ from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Attachment, Submission
 from comfyfleet.model.node_classes import NodeCatalog, read_catalog
 from comfyfleet.model.payload_digest import leased_sha256
-from comfyfleet.model.workflow import hash_workflow
+from comfyfleet.model.workflow_hash import hash_workflow
 
 SPEC: dict[str, dict[str, Any]] = {
     "old": {"seed": ["INT", {"default": 0}], "name": ["STRING", {"default": "x"}]},

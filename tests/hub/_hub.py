@@ -179,7 +179,7 @@ async def hub_in_process(
     max_file_bytes: int = MAX_FILE_BYTES,
     guard: UrlGuard | None = None,
     assets_on: Callable[[DocumentStore, Clock], FileStore] | None = None,
-    pools: Mapping[str, str] | None = None,
+    databases: Mapping[str, str] | None = None,
     around: Callable[[Store, Clock], Store] = lambda store, _: store,
     shred: Callable[[TenantId], Awaitable[object]] | None = None,
     clock: Clock | None = None,
@@ -187,12 +187,12 @@ async def hub_in_process(
     clock = clock or SystemClock()
     store = around(open_store(store_url, clock), clock)
     documents = store.documents
-    tenant_services = TenantServices(store, clock, pools or {})
+    tenant_services = TenantServices(store, clock, databases or {})
     async with AsyncExitStack() as stack:
         stack.push_async_callback(tenant_services.close)
-        engine = Engine(tenant_services.store if pools else store, rules=rules, clock=clock)
+        engine = Engine(tenant_services.store if databases else store, rules=rules, clock=clock)
         await stack.enter_async_context(engine)
-        documents_of = tenant_services.documents_of if pools else None
+        documents_of = tenant_services.documents_of if databases else None
         assets = None
         if folder is not None:
             assets = LocalFileStore(
@@ -210,8 +210,8 @@ async def hub_in_process(
             tenant_services=tenant_services,
             shred=shred,
         )
-        if pools:
-            await stack.enter_async_context(tenant_services.kept(engine.admit))
+        if databases:
+            await stack.enter_async_context(tenant_services.background_tasks(engine.admit))
         keys = {}
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None

@@ -28,10 +28,10 @@ from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.body import LargeBodies
 from comfyfleet.hub.http.credentials import Authenticator, WorkersByKey
 from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
-from comfyfleet.hub.http.pipeline import Handler, RequestPipeline
+from comfyfleet.hub.http.pipeline import Handler, RequestPipeline, handlers_in
 from comfyfleet.hub.http.server import HubServer, HubServerSettings
 from comfyfleet.hub.websocket.agents import AgentSession
-from comfyfleet.hub.workers import WorkerHandlers
+from comfyfleet.hub.worker_protocol import WorkerHandlers
 from comfyfleet.model.access import Caller, Role
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -138,9 +138,9 @@ class Switchboard:
         keys = Keys(MemoryDocumentStore(), clock)
         credentials = Authenticator(keys, clock, limits, is_open=True)
         made = cast(Engine, engine)
-        self.handlers = WorkerHandlers(
-            made, limits.max_wait_s, None, JobInputFiles(made, None), WorkersByKey(made, keys)
-        ).bound()
+        self.handlers = handlers_in(
+            WorkerHandlers(made, limits.max_wait_s, None, JobInputFiles(made, None), WorkersByKey(made, keys))
+        )
         routes = tuple(route for route in WORKER_ROUTES if route.roles)
         self.door = RequestPipeline(
             routes,

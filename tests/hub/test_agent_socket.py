@@ -136,7 +136,7 @@ async def test_what_is_too_large_for_a_message_goes_over_http() -> None:
             job_id = await rig.submit()
             job = await api.poll(Poll(GPU, PollId(str(spare)), 5))
             assert job is not None
-            around = len(msgspec.json.encode(wire.CompleteBody(wire.lease_body(job.ref), result_of(""), 0.0)))
+            around = len(msgspec.json.encode(wire.CompleteBody(job.ref, result_of(""), 0.0)))
             words = result_of("x" * (AGENT_MESSAGE_BYTES - around - spare)).outputs
             await api.complete(Completion(job.ref, JobResult(outputs=words)))
             assert (await rig.get(f"/api/jobs/{job_id}/result")).body["result"]["outputs"] == words

@@ -150,14 +150,14 @@ async def test_old_entries_are_forgotten_those_of_jobs_first() -> None:
     await audit.operation(entry, nothing, lambda _: None)
     await audit.job_change(entry, nothing, lambda _: "job")
     await clock.advance(KEEP_S["jobs"] + HALF_A_DAY)
-    await audit.tidy()
+    await audit.clean_up()
     assert (await noted("jobs"), await noted("operations")) == (["pause_queue"], ["pause_queue"])
     await clock.advance(1)
-    await audit.tidy()
+    await audit.clean_up()
     assert (await noted("jobs"), await noted("operations")) == ([FORGET], ["pause_queue"])
     await clock.advance(KEEP_S["operations"])
     await audit.operation(entry, nothing, lambda _: None)
-    await audit.tidy()
+    await audit.clean_up()
     assert await noted("operations") == ["pause_queue", FORGET]
     assert await noted("jobs") == [FORGET]
 
@@ -204,11 +204,11 @@ async def test_a_worker_that_was_removed_and_comes_again_is_in_the_log_again() -
         call, log = RegisterWorker(WorkerId("gpu-a"), ANYTHING), rig.hub._worker_log
         for _ in range(2):
             await rig.engine.register(call)
-            await log.look()
+            await log.poll()
             await rig.engine.remove_worker(call.worker_id)
-        await log.tidy()
+        await log.clean_up()
         assert len(await rig.documents.listing(WORKERS)) == 1, "it may be about to come again"
-        await log.tidy()
+        await log.clean_up()
         assert await rig.documents.listing(WORKERS) == []
         await rig.hub.finish()
         noted = [(each["action"], each["target"]) for each in await entries(rig)]
@@ -225,7 +225,7 @@ async def test_workers_of_before_are_in_the_log_if_they_are_there(tmp_path: Path
         await engine.register(RegisterWorker(WorkerId("gpu-a"), ANYTHING))
         await clock.advance(30)
     async with hub_in_process(store_url=url, clock=clock) as rig:
-        await rig.hub._worker_log.look()
+        await rig.hub._worker_log.poll()
         await rig.hub.finish()
         noted = [(each["action"], each["target"]) for each in await entries(rig)]
     assert noted == [("worker_registered", "gpu-a")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.system import SystemClock, SystemRandom
@@ -68,7 +68,7 @@ async def test_hubs_that_write_at_once_make_one_chain_and_lose_nothing(
     clock = SystemClock()
     match kind:
         case "postgres":
-            stores: list[Any] = [PostgresStore(empty_database(request.config)) for _ in range(3)]
+            stores: list[Any] = [PostgresStore(emptied_database(request.config)) for _ in range(3)]
         case "redis":
             url = with_prefix(request.getfixturevalue("redis_url"))
             stores = [open_store(url, clock) for _ in range(3)]
@@ -207,7 +207,7 @@ async def test_what_is_forgotten_in_time_leaves_a_log_that_still_holds() -> None
     await log.clock.advance(KEEP_S[JOBS] / 2)
     middle = await log.fill(10)
     await log.clock.advance(KEEP_S[JOBS] / 2 + 13 * 3600)
-    await log.audit.tidy()
+    await log.audit.clean_up()
     found = await listed(log.audit)
     assert [each["number"] for each in found] == list(range(11, 22))
     assert (found[-1]["action"], found[-1]["target"]) == (FORGET, early)
@@ -234,11 +234,11 @@ async def test_a_forgetting_that_was_interrupted_is_no_tampering() -> None:
 
     log.documents.remove = dies  # type: ignore[method-assign]
     with pytest.raises(Fault):
-        await log.audit.tidy()
+        await log.audit.clean_up()
     log.documents.remove = remove  # type: ignore[method-assign]
     assert [each["number"] for each in await listed(log.audit)] == list(range(5, 12))
     assert (await verified(log.audit)).problems == []
-    await log.audit.tidy()
+    await log.audit.clean_up()
     assert [each["action"] for each in await listed(log.audit)] == [FORGET, FORGET]
     assert (await verified(log.audit)).problems == []
 
@@ -249,7 +249,7 @@ async def test_a_hub_that_was_idle_while_others_wrote_and_forgot_does_not_fork_t
     idle, log.audit = log.audit, AuditLog(log.documents, log.clock, SystemRandom())
     await log.fill(5)
     await log.clock.advance(KEEP_S[JOBS] + 13 * 3600)
-    await log.audit.tidy()
+    await log.audit.clean_up()
     await change(idle, "back again")
     assert [each["number"] for each in await listed(log.audit)] == [9, 10]
     assert (await verified(log.audit)).problems == []
@@ -266,10 +266,10 @@ async def test_an_operation_whose_hub_died_gets_an_entry_without_an_outcome_once
     await clock.advance(1)
     await alive.operation(ENTRY, nothing, lambda _: "mine")
     await clock.advance(60)
-    await alive.tidy()
+    await alive.clean_up()
     assert [each["outcome"] for each in await listed(alive, "operations")] == ["done"]
     await clock.advance(61)
-    await asyncio.gather(alive.tidy(), other.tidy())
+    await asyncio.gather(alive.clean_up(), other.clean_up())
     found = await listed(alive, "operations")
     assert [each.get("outcome", "") for each in found] == ["done", ""]
     assert await documents.listing(BEGUN) == []
@@ -292,7 +292,7 @@ async def test_an_end_that_was_noted_is_not_noted_again_when_its_beginning_staye
     documents.remove = remove  # type: ignore[method-assign]
     assert len(await documents.listing(BEGUN)) == 1
     await clock.advance(121)
-    await audit.tidy()
+    await audit.clean_up()
     assert await documents.listing(BEGUN) == []
     assert [each["target"] for each in await listed(audit, "operations")] == ["made"]
 

@@ -34,9 +34,9 @@ class Scene(NamedTuple):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     folder: Path = tmp_path_factory.mktemp("hub")
-    pools = {"default": f"sqlite:///{folder}/tenants.db"}
+    databases = {"default": f"sqlite:///{folder}/tenants.db"}
     limits = HubLimits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000)
-    async with running_hub(folder=folder / "files", pools=pools, limits=limits) as rig:
+    async with running_hub(folder=folder / "files", databases=databases, limits=limits) as rig:
         assert (await rig.post("/api/tenants", {"id": "acme"})).status == 201
         job_id, file_id = await rig.submit(role=Role.TENANT), await uploaded(rig)
 
@@ -44,7 +44,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
             raise Fault("the database is away")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rig.tenant_services.pools, "of", away)
+            patch.setattr(rig.tenant_services.databases, "database_of", away)
             yield Scene(rig, job_id, file_id)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
-from comfyfleet.policy.webhook_delivery import asked_again, given_up
+from comfyfleet.policy.webhook_delivery import abandoned, retried_manually
 from comfyfleet.ports import Document
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.tenancy.webhook_outbox import DELIVERIES, DUE, WebhookOutbox, due_name, name_of
@@ -19,22 +19,22 @@ class Interleaved(MemoryDocumentStore):
     async def remove(self, collection: str, name: str) -> bool:
         if collection == DUE:
             await WebhookOutbox(self).change(
-                name.partition("/")[2], lambda delivery: asked_again(delivery, 20.0)
+                name.partition("/")[2], lambda delivery: retried_manually(delivery, 20.0)
             )
         return await super().remove(collection, name)
 
 
 async def test_one_that_is_asked_for_again_while_its_entry_is_put_right_stays_due() -> None:
-    over = given_up(
+    over = abandoned(
         Delivery(JOB, 3, "job", TenantId("acme"), "https://x.example/", FactKind.FAILED, 1, 1.0, 1.0), "", 2.0
     )
     documents = Interleaved()
     ledger = WebhookOutbox(documents)
     await ledger.add(over)
     # As whoever asks for it leaves it for a moment: the entry is there, the delivery not yet changed.
-    entry = due_name(asked_again(over, 20.0))
+    entry = due_name(retried_manually(over, 20.0))
     await documents.put(DUE, entry, b'["x.example","acme"]', version=None)
-    await ledger.mend(entry)
+    await ledger.repair(entry)
     known = await ledger.get(name_of(over))
     assert known is not None and known[0].status is DeliveryStatus.PENDING
     assert entry in [each.name for each in await ledger.due("", 10)]

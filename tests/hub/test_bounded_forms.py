@@ -161,7 +161,7 @@ def test_a_budget_gives_back_what_was_taken() -> None:
     budget.take("b", 50)
     with pytest.raises(Refusal):
         budget.take("c", 1)
-    budget.give_back("a", 50)
+    budget.release("a", 50)
     budget.take("c", 50)
     assert budget.held == 100
 

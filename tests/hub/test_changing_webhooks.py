@@ -152,6 +152,8 @@ async def test_two_changes_of_a_webhook_at_once_are_both_kept(rig: HubRig) -> No
 async def test_enrolment_tokens_are_listed_without_their_secret_and_revoked(rig: HubRig) -> None:
     made = (await rig.post("/api/enrolments", {"uses": 3, "worker_prefix": "gpu-", "replace": True})).body
     await rig.post("/api/worker/enrol", {"token": made["token"], "worker_id": "gpu-1"}, role=None)
+    # Their ids tell milliseconds, and the list goes by them.
+    await asyncio.sleep(0.002)
     second = (await rig.post("/api/enrolments")).body
     listed = await rig.get("/api/enrolments", role=Role.OPERATOR)
     first, other = listed.body["enrolments"]

@@ -379,7 +379,7 @@ async def test_places_are_bounded_and_one_that_is_given_back_is_free(
             assert await refused(rig, kind) == expected
             # Whoever does not stay is served.
             assert (await rig.get("/api/stats")).status == 200
-        await until(lambda: not any(rig.hub.places.counts().values()))
+        await until(lambda: not any(rig.hub.connection_limits.counts().values()))
         async with AsyncExitStack() as stack:
             await stays(rig, kind, stack)
 
@@ -397,7 +397,7 @@ async def test_a_stream_that_is_refused_for_another_reason_keeps_no_place() -> N
         for path in ("/api/jobs/nobody/progress", "/api/events?tenant=other"):
             for _ in range(2):
                 assert (await rig.get(path, role=Role.TENANT)).status in (403, 404)
-        assert not any(rig.hub.places.counts().values())
+        assert not any(rig.hub.connection_limits.counts().values())
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ async def test_a_stream_with_a_request_behind_it_ends_with_its_connection(second
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             writer.write(second)
         await until(lambda: not rig.hub.in_flight)
-        assert not any(rig.hub.places.counts().values())
+        assert not any(rig.hub.connection_limits.counts().values())
 
 
 def test_the_limits_of_connections_hold_what_the_limits_of_places_promise() -> None:

@@ -64,7 +64,7 @@ async def hub_with_agent(settings: FakeSettings = SETTINGS) -> AsyncIterator[tup
         HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], QUICK_AGENT) as agent,
     ):
-        await agent.first_verdict()
+        await agent.wait_for_first_check()
         yield rig, agent
 
 
@@ -89,7 +89,7 @@ async def test_an_agent_in_the_hubs_own_process_lets_it_convert_too(tmp_path: Pa
         assert rig.assets is not None
         inside = LocalWorkerApi(rig.engine, rig.assets)
         async with Agent(inside, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], QUICK_AGENT) as agent:
-            await agent.first_verdict()
+            await agent.wait_for_first_check()
             answer = await rig.post("/api/workflows/convert", {"workflow": editors_workflow()})
         assert (answer.status, answer.body["workflow"]) == (200, CONVERTED)
 

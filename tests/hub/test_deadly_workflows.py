@@ -22,7 +22,7 @@ ACME = f"/api/tenants/{TENANT}"
 
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
-    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/default.db"}) as rig:
+    async with hub_in_process(databases={"default": f"sqlite:///{tmp_path}/default.db"}) as rig:
         assert (await rig.post("/api/tenants", {"id": TENANT})).status == 201
         yield rig
 

@@ -107,8 +107,8 @@ async def test_another_tenants_file_is_not_deleted(rig: HubRig) -> None:
 
 
 async def test_files_of_a_tenant_with_a_database_are_listed_and_deleted(tmp_path: Path) -> None:
-    pools = {"default": f"sqlite:///{tmp_path}/tenants.db"}
-    async with hub_in_process(folder=tmp_path / "files", pools=pools) as rig:
+    databases = {"default": f"sqlite:///{tmp_path}/tenants.db"}
+    async with hub_in_process(folder=tmp_path / "files", databases=databases) as rig:
         assert (await rig.post("/api/tenants", {"id": "acme"})).status == 201
         mine = await uploaded(rig)
         for key in (rig.keys[Role.TENANT], rig.keys[Role.ADMIN]):
@@ -152,8 +152,8 @@ async def test_a_job_that_others_wait_for_has_told_them_before_it_goes(rig: HubR
 
 
 async def test_a_cancelled_job_of_a_tenant_with_a_database_goes_once_it_is_settled(tmp_path: Path) -> None:
-    pools = {"default": f"sqlite:///{tmp_path}/tenants.db"}
-    async with hub_in_process(pools=pools) as rig:
+    databases = {"default": f"sqlite:///{tmp_path}/tenants.db"}
+    async with hub_in_process(databases=databases) as rig:
         assert (await rig.post("/api/tenants", {"id": "acme"})).status == 201
         job_id = await rig.submit(role=Role.TENANT)
         await rig.post(f"/api/jobs/{job_id}/cancel", role=Role.TENANT)
@@ -182,20 +182,20 @@ async def deleted(rig: HubRig, job_id: str) -> Answer:
 async def test_a_job_that_lies_in_a_database_goes_from_there_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
+    async with hub_in_process(databases={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
         job_id = await settled_job(rig, monkeypatch)
         assert (await deleted(rig, job_id)).status == 204
         assert (await rig.get("/api/jobs", role=Role.TENANT)).body["jobs"] == []
         assert await rig.submit(role=Role.TENANT, reference="mine") != job_id
 
 
-async def test_a_job_whose_tenant_is_on_its_way_to_another_pool_goes_when_it_has_come(
+async def test_a_job_whose_tenant_is_on_its_way_to_another_database_goes_when_it_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows must stay as they are meanwhile; forgotten in the queue alone, its reference would lead nowhere."""
-    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
+    async with hub_in_process(databases={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
         job_id = await settled_job(rig, monkeypatch)
-        home = await rig.tenant_services.homes.of(TenantId("acme"))
+        home = await rig.tenant_services.directory.locate(TenantId("acme"))
         assert home is not None
         with monkeypatch.context() as patch:
             patch.setattr(home.database, "forget_jobs", _nothing_forgotten)
@@ -209,9 +209,9 @@ async def test_a_job_whose_tenant_is_on_its_way_to_another_pool_goes_when_it_has
 async def test_a_job_whose_database_goes_away_at_the_last_moment_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
+    async with hub_in_process(databases={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
         job_id = await settled_job(rig, monkeypatch)
-        home = await rig.tenant_services.homes.of(TenantId("acme"))
+        home = await rig.tenant_services.directory.locate(TenantId("acme"))
         assert home is not None
 
         async def away(*_: object) -> None:

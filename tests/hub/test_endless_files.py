@@ -31,7 +31,7 @@ async def test_a_file_that_never_ends_stays_on_its_server(tmp_path: Path, is_end
         HttpWorkerApi(rig.url, rig.keys[Role.WORKER], spool=spool) as api,
         Agent(api, WorkerId("gpu"), [ComfyUI(fake.url, SMALL)], QUICK_AGENT) as agent,
     ):
-        await agent.first_verdict()
+        await agent.wait_for_first_check()
         fake.faults.endless_paths = ["/view"] if is_endless else []
         async with FleetClient(rig.url, rig.keys[Role.TENANT]) as client:
             job = await client.wait((await client.submit(picture())).id, timeout=60)

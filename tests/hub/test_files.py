@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-from tests.hub._hub import HubRig, hub_in_process, running_hub, submission
+from tests.hub._hub import TENANT, HubRig, hub_in_process, running_hub, submission
 from tests.worker._comfyui import QUICK, picture
 from tests.worker._scripted import quick
 
@@ -28,7 +28,6 @@ from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.testing.time import ManualClock
-from comfyfleet.wire.worker import lease_body
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi
@@ -273,7 +272,7 @@ async def test_files_that_no_record_tells_of_go_once_they_are_old(tmp_path: Path
         await clock.advance(seconds)
         for _ in range(16):
             # A part of the folders each time.
-            await assets.tidy()
+            await assets.clean_up()
         assert set(left_in(tmp_path)) == left
 
 
@@ -325,7 +324,7 @@ async def leased(rig: HubRig) -> LeasedJob:
 
 async def test_a_completion_names_only_what_its_own_attempt_uploaded(rig: HubRig) -> None:
     job = await leased(rig)
-    lease = msgspec.to_builtins(lease_body(job.ref))
+    lease = msgspec.to_builtins(job.ref)
     asked: dict[str, Any] = {"lease": lease, "files": [{"name": "out.png", "size": 3, "sha256": sha(b"png")}]}
     lost: dict[str, Any] = {**asked, "lease": {**lease, "token": "stolen"}}
     assert (await rig.post("/api/worker/grants", lost, role=Role.WORKER)).code == "lease_lost"
@@ -369,3 +368,22 @@ async def test_the_images_of_a_worker_nobody_can_reach_come_from_the_hub(tmp_pat
             assert result is not None
             (kept,) = result.files
             assert await client.fetch(kept) == got.content
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+async def test_a_file_in_a_tenant_database_is_downloaded_when_the_central_store_has_lost_its_stub(
+    tmp_path: Path, is_listed: bool
+) -> None:
+    pools = {"default": f"sqlite:///{tmp_path}/tenants.db"}
+    async with hub_in_process(folder=tmp_path / "files", databases=pools) as rig:
+        assert (await rig.post("/api/tenants", {"id": TENANT})).status == 201
+        made = await announced(rig, name="in.png", type="image/png")
+        assert (await rig.ask("PUT", made["link"]["url"], role=None, raw=b"content")).status == 200
+        assert await rig.documents.remove("files", made["id"])
+        if is_listed:
+            (seen,) = (await rig.get("/api/files", role=Role.TENANT)).body["files"]
+        else:
+            seen = (await rig.get(f"/api/files/{made['id']}", role=Role.TENANT)).body
+        got = await rig.get(seen["link"]["url"], role=None)
+        assert (got.status, got.content) == (200, b"content")
+        assert (await rig.post(f"/api/files/{made['id']}/complete", role=Role.TENANT)).status == 200

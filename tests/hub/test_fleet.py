@@ -85,6 +85,17 @@ async def test_a_worker_is_paused_resumed_drained_and_removed(rig: HubRig) -> No
     await rig.engine.register(RegisterWorker(GPU, ANYTHING))
 
 
+async def test_the_answer_to_each_command_to_a_worker_counts_its_blocks(rig: HubRig) -> None:
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+    until = rig.engine.now() + 600
+    await rig.engine.store.put_block(Block(GPU, "hash", BlockReason.FAILURES, 1, until))
+    for verb in ("pause", "resume", "drain"):
+        (of_all,) = (await rig.post(f"/api/fleet/{verb}")).body["workers"]
+        one = (await rig.post(f"/api/workers/gpu-a/{verb}")).body
+        for worker in (one, of_all):
+            assert (worker["blocked_workflows"], worker["blocked_until"]) == (1, until), verb
+
+
 async def test_what_an_operator_says_of_a_worker_lasts_until_an_operator_says_otherwise(rig: HubRig) -> None:
     await rig.engine.register(RegisterWorker(GPU, ANYTHING))
     await rig.post("/api/workers/gpu-a/drain")

@@ -83,9 +83,9 @@ def requests(draw: st.DrawFn) -> tuple[Route, str, bytes]:
 
 @pytest_asyncio.fixture(scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HubRig]:
-    pools = {"default": f"sqlite:///{tmp_path_factory.mktemp('pools')}/tenants.db"}
+    databases = {"default": f"sqlite:///{tmp_path_factory.mktemp('databases')}/tenants.db"}
     limits = HubLimits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
-    async with hub_in_process(limits=limits, pools=pools) as rig:
+    async with hub_in_process(limits=limits, databases=databases) as rig:
         yield rig
 
 

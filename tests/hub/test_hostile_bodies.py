@@ -185,6 +185,7 @@ async def test_no_frame_stops_the_hub(scaled: HostileHub, protocol: str | None) 
 DEAREST = ("submit", "worker_complete")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_body_of_the_full_size_stops_the_hub() -> None:

@@ -16,7 +16,6 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.policy.rules import Rules
-from comfyfleet.wire.worker import lease_body
 
 EVIL = ("javascript", "..", "10.0.0.5", "gpu-inside", "\x1b")
 FILE = {
@@ -64,7 +63,7 @@ def told(text: str) -> list[str]:
 async def test_over_http(rig: HubRig, report: str) -> None:
     job_id = await rig.submit(role=Role.TENANT)
     job = await lease(rig)
-    held = lease_body(job.ref)
+    held = job.ref
     evil = {"message": f"{FAILURE['message']}\x1b[2J", "files": [FILE], "text": ["http://10.0.0.5:8188/"]}
     progress = {"kind": "output", "lease": held, "data": {**evil, "within": [evil], "url": "javascript:x"}}
     async with watching(rig, f"/api/jobs/{job_id}/progress", role=Role.TENANT) as stream:
@@ -85,7 +84,7 @@ async def test_over_the_websocket(rig: HubRig, report: str) -> None:
     async with connected(rig) as line:
         job_id = await rig.submit(role=Role.TENANT)
         job = await lease(rig)
-        held = {"lease": lease_body(job.ref), "job_id": job_id}
+        held = {"lease": job.ref, "job_id": job_id}
         await line.say("subscribe_progress", job_id=job_id)
         body: dict[str, Any] = {"result": RESULT} if report == "complete_job" else {"error": FAILURE}
         async with connected(rig, Role.WORKER) as workers:

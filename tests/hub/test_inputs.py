@@ -315,7 +315,7 @@ async def test_a_worker_directly_on_the_store_is_passed_over_until_one_of_a_hub_
         async with agent_at(rig, fake):
             (file,) = (await ended(rig, made))["result"]["files"]
         async with Agent(rig.engine, WorkerId("direct"), [ComfyUI(fake.url, QUICK)], quick()) as direct:
-            await direct.first_verdict()
+            await direct.wait_for_first_check()
             job_id = await submitted(rig, brings(file["file_id"]))
             after = await submitted(rig, submission(workflow=picture(color=9)))
             assert (await ended(rig, after))["status"] == "completed", "which came later, and needs no files"
@@ -355,9 +355,9 @@ async def test_a_hub_that_is_away_for_a_while_costs_no_attempt(tmp_path: Path) -
             self._try(f"fetch {file.file_id}")
             await super().fetch_input(job, file, path)
 
-        async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+        async def store_output(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
             self._try(f"keep {ref.job_id}")
-            return await super().keep(ref, file, source)
+            return await super().store_output(ref, file, source)
 
     async with running_hub(folder=tmp_path) as rig, FakeComfyUI() as fake:
         assert rig.assets is not None
@@ -430,7 +430,7 @@ async def test_a_hub_that_kept_no_files_is_asked_again_after_a_registration(tmp_
             await submitted(rig, submission())
             job = await api.poll(Poll(WorkerId("gpu"), PollId("1"), 5))
             assert job is not None
-            kept = await api.keep(job.ref, OutputFile("2", "images", "a.png"), OneByte())
+            kept = await api.store_output(job.ref, OutputFile("2", "images", "a.png"), OneByte())
             assert (kept is None) == (rig is without)
 
 

@@ -52,8 +52,8 @@ async def test_a_worker_gets_what_the_table_says(cell: Cell) -> None:
 async def test_what_a_tenant_asks_for_at_least_counts_as_if_each_job_did(
     cell: Cell, least: Isolation, tmp_path: Path
 ) -> None:
-    async with hub_in_process(pools={"first": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
-        await (await rig.tenant_services.pools.get("first")).create_account(TENANT)
+    async with hub_in_process(databases={"first": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
+        await (await rig.tenant_services.databases.get("first")).create_account(TENANT)
         await rig.tenant_services.tenants.create(Tenant(TENANT, "first", 1.0, isolation=least))
         await register(rig, cell.access)
         job_id = await rig.submit(role=Role.TENANT)

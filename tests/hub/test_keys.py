@@ -91,7 +91,7 @@ async def test_connections_that_a_key_had_opened_end_when_it_is_revoked(is_here:
                 for path in (f"/api/jobs/{job_id}/progress", "/api/events")
             ]
             parked = asyncio.ensure_future(rig.ask("POST", "/api/worker/poll", poll, key=worker["key"]))
-            while rig.hub.places.counts() != {"stream": 2, "socket": 2, "poll": 1}:
+            while rig.hub.connection_limits.counts() != {"stream": 2, "socket": 2, "poll": 1}:
                 await asyncio.sleep(0.01)
             for made in (worker, viewer):
                 if is_here:
@@ -102,7 +102,7 @@ async def test_connections_that_a_key_had_opened_end_when_it_is_revoked(is_here:
                 await stream.content.read()
             assert [(await socket.receive()).data for socket in sockets] == [1008, 1008]
             assert (await parked).code == "unauthenticated"
-            while any(rig.hub.places.counts().values()):
+            while any(rig.hub.connection_limits.counts().values()):
                 await asyncio.sleep(0.01)
 
 

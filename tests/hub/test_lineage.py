@@ -14,7 +14,6 @@ from tests.hub.test_inputs import OFFERS, brings, submitted, uploaded
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Poll, RegisterWorker
 from comfyfleet.model.ids import PollId, WorkerId
-from comfyfleet.wire.worker import lease_body
 
 
 @pytest_asyncio.fixture
@@ -35,7 +34,7 @@ async def test_what_a_job_left_names_what_it_brought_and_what_it_brought_tells_w
     job = await rig.engine.poll(Poll(WorkerId("gpu"), PollId("1"), 0))
     assert job is not None
     said = {"name": "out.png", "size": 3, "sha256": hashlib.sha256(b"png").hexdigest()}
-    asked = {"lease": msgspec.to_builtins(lease_body(job.ref)), "files": [said]}
+    asked = {"lease": msgspec.to_builtins(job.ref), "files": [said]}
     (granted,) = (await rig.post("/api/worker/grants", asked, role=Role.WORKER)).body["files"]
     before = (await rig.get(f"/api/files/{photo}", role=Role.TENANT)).body
     assert "derived" not in before, "nothing has come yet"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 from tests.hub._hub import HubRig, running_hub
-from tests.pool._fleet import QUICK_COMFYUI, text_to_image
-from tests.pool.test_mixed_versions import MIDDLE, NEW, OLD, PATIENT, newer_sampler, saved_by_editor, scaled
+from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, text_to_image
+from tests.pool.test_mixed_versions import MIDDLE, NEW, OLD, newer_sampler, saved_by_editor, scaled
 
 from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
@@ -75,9 +75,9 @@ async def mixed(folder: Path, *releases: str) -> AsyncIterator[MixedFleet]:
             fleet.doors.append(api)
             name = WorkerId(f"{number}-{release}")
             agent = await stack.enter_async_context(
-                Agent(api, name, [ComfyUI(fake.url, QUICK_COMFYUI)], PATIENT)
+                Agent(api, name, [ComfyUI(fake.url, QUICK_COMFYUI)], QUICK_AGENT)
             )
-            await agent.first_verdict()
+            await agent.wait_for_first_check()
         yield fleet
 
 
@@ -123,10 +123,10 @@ async def test_a_hub_that_takes_no_signatures_is_told_of_the_widgets_alone(tmp_p
         mixed(tmp_path) as fleet,
         FakeComfyUI(FakeSettings(version=MIDDLE)) as fake,
         OldHubApi(fleet.rig.url, fleet.rig.keys[Role.WORKER]) as api,
-        Agent(api, WorkerId("a"), [ComfyUI(fake.url, QUICK_COMFYUI)], PATIENT) as agent,
+        Agent(api, WorkerId("a"), [ComfyUI(fake.url, QUICK_COMFYUI)], QUICK_AGENT) as agent,
         fleet.client() as client,
     ):
-        await agent.first_verdict()
+        await agent.wait_for_first_check()
         (told,) = api.bodies
         assert told.definitions and not told.signatures
         assert "2" in await client.convert(saved_by_editor(64))

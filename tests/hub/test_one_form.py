@@ -20,7 +20,7 @@ from comfyfleet.wire.progress import EventsQuery, FleetBody
 
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
-    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
+    async with hub_in_process(databases={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
         yield rig
 
 

@@ -41,9 +41,9 @@ async def nobody(host: str, port: int) -> list[str]:
 async def test_no_request_makes_the_hub_fail_or_answer_what_it_does_not_document(tmp_path: Path) -> None:
     command = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
     assert command is not None, "schemathesis is not installed: make .venv/.installed-dev"
-    pools = {"default": f"sqlite:///{tmp_path}/tenants.db"}
+    databases = {"default": f"sqlite:///{tmp_path}/tenants.db"}
     async with running_hub(
-        limits=PATIENT, folder=tmp_path / "files", guard=UrlGuard(lookup=nobody), pools=pools
+        limits=PATIENT, folder=tmp_path / "files", guard=UrlGuard(lookup=nobody), databases=databases
     ) as rig:
         await rig.submit()
         worker = RegisterWorker(WorkerId("gpu-a"), Capabilities((Service("comfyui"),)))

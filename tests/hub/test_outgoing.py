@@ -29,7 +29,7 @@ class Calls:
 
 
 async def test_a_host_an_owner_and_all_have_their_bounds() -> None:
-    calls = Calls(OutgoingLimits(in_all=4, of_owner=3, of_host=2))
+    calls = Calls(OutgoingLimits(total=4, per_owner=3, per_host=2))
     for number in range(3):
         calls.outgoing.offer(f"a{number}", "slow", "acme")
     calls.outgoing.offer("b0", "other", "acme")
@@ -49,7 +49,7 @@ async def test_a_host_an_owner_and_all_have_their_bounds() -> None:
 
 
 async def test_an_owner_who_is_busy_elsewhere_keeps_nobody_waiting_at_a_host_that_many_have() -> None:
-    calls = Calls(OutgoingLimits(of_owner=2, of_host=1))
+    calls = Calls(OutgoingLimits(per_owner=2, per_host=1))
     calls.outgoing.offer("slow", "slow", "acme")
     calls.outgoing.offer("slower", "slower", "acme")
     calls.outgoing.offer("first", "shared", "third")
@@ -68,7 +68,7 @@ async def test_an_owner_who_is_busy_elsewhere_keeps_nobody_waiting_at_a_host_tha
 
 
 async def test_one_that_runs_or_stands_in_line_is_not_taken_twice() -> None:
-    calls = Calls(OutgoingLimits(of_host=1))
+    calls = Calls(OutgoingLimits(per_host=1))
     for _ in range(3):
         calls.outgoing.offer("a", "host", "acme")
         calls.outgoing.offer("b", "host", "acme")
@@ -83,7 +83,7 @@ async def test_one_that_runs_or_stands_in_line_is_not_taken_twice() -> None:
 
 
 async def test_a_line_has_an_end_and_closing_leaves_nothing() -> None:
-    calls = Calls(OutgoingLimits(in_all=1))
+    calls = Calls(OutgoingLimits(total=1))
     for number in range(2_000):
         calls.outgoing.offer(str(number), "host", "acme")
     for number in range(500):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import html
+import json
 import re
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
@@ -113,3 +116,42 @@ async def test_a_wrong_key_in_the_address_is_not_shown_on_the_page(rig: HubRig) 
     answer = await rig.get("/?token=%3Cscript%3E", role=None, headers=BROWSER)
     assert answer.status == 401
     assert "script" not in Tags(answer.content.decode()).tags
+
+
+async def test_the_api_page_shows_every_operation_with_its_parameters_bodies_and_examples(
+    rig: HubRig,
+) -> None:
+    answer = await rig.get("/docs", role=None)
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    text = answer.content.decode()
+    page, words = Tags(text), " ".join(Tags(text).words.split())
+    document = json.loads((await rig.get("/openapi.json", role=None)).content)
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert f"{method.upper()} {path} {operation['summary'].split('`')[0].strip()}" in words
+            texts = [
+                operation["summary"],
+                *(each["description"] for each in (operation, *operation["parameters"])),
+            ]
+            assert all(" ".join(part.split()) in words for text in texts for part in text.split("`"))
+            for answer_or_body in (*operation["responses"].values(), operation.get("requestBody", {})):
+                for media in answer_or_body.get("content", {}).values():
+                    if isinstance(example := media.get("example", ""), dict | list):
+                        assert json.dumps(example, indent=2, ensure_ascii=False) in html.unescape(text)
+    for name, schema in document["components"]["schemas"].items():
+        assert f"id='schema-{name}'" in text
+        assert set(schema.get("properties", ())) <= set(words.split())
+    assert not page.tags & {"script", "img", "iframe", "link"}
+    assert set(re.findall(r"href=([^ >]+)", text)) <= {"/openapi.json"} | {
+        f"'#{anchor}'" for anchor in re.findall(r"id='?([^'> ]+)", text)
+    }
+
+
+async def test_nothing_outside_the_hub_is_needed_for_the_api_page(rig: HubRig) -> None:
+    answer = await rig.get("/docs", role=None)
+    text = answer.content.decode()
+    (style,) = re.findall("<style>(.*?)</style>", text)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith(f"default-src 'none'; style-src 'sha256-{digest}';")
+    assert "url(" not in style and "@import" not in style and " style=" not in text

@@ -32,7 +32,6 @@ from comfyfleet.model.job import OutputFile
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire import files
-from comfyfleet.wire.worker import lease_body
 from comfyfleet.worker.transports.http import HttpWorkerApi
 
 PART = 5 * MIB
@@ -98,7 +97,7 @@ async def test_large_files_go_up_in_parts_both_ways_and_nothing_is_left_under_wa
         job_id = await submitted(rig, brings(uploaded.id))
         job = await a_lease(api)
         await api.fetch_input(job, job.inputs[0], tmp_path / "fetched")
-        kept = await api.keep(job.ref, OUT, OnDisk(tmp_path / "fetched"))
+        kept = await api.store_output(job.ref, OUT, OnDisk(tmp_path / "fetched"))
         assert await under_way(server) == 1, "it is the hub that puts it together"
         await api.complete(Completion(job.ref, result_with(kept), 1.0))
         (file,) = (await ended(rig, job_id))["result"]["files"]
@@ -168,9 +167,7 @@ async def test_parts_that_are_not_the_file_that_was_announced_complete_nothing(s
 async def asked(api: HttpWorkerApi, job: LeasedJob, file_id: str) -> RefusalCode:
     part = files.PartBody(1, hashlib.sha256(PARTS[0]).hexdigest())
     with pytest.raises(Refusal) as refused:
-        await api._ask(
-            "parts", files.WorkerPartsBody(lease_body(job.ref), file_id, (part,)), files.PartGrants
-        )
+        await api._ask("parts", files.WorkerPartsBody(job.ref, file_id, (part,)), files.PartGrants)
     return refused.value.code
 
 
@@ -183,7 +180,7 @@ async def test_links_to_parts_are_for_the_attempt_whose_file_it_is(server: S3Ser
         await submitted(rig, submission())
         zombie = await a_lease(api)
         said = files.output_body("out.bin", len(CONTENT), DIGEST)
-        asking = files.GrantsBody(lease_body(zombie.ref), (said,))
+        asking = files.GrantsBody(zombie.ref, (said,))
         (stale,) = (await api._ask("grants", asking, files.FileGrants)).files
         assert await asked(api, zombie, mine["id"]) is RefusalCode.NOT_FOUND
         await api.release(Release(zombie.ref, "retry"))
@@ -211,7 +208,7 @@ async def test_a_part_that_gets_lost_is_sent_again_and_no_other(
             await as_it_is(link, path, headers, part)
 
         monkeypatch.setattr(api._links, "put", put_badly)
-        kept = await api.keep(job.ref, OUT, OnDisk(tmp_path / "made"))
+        kept = await api.store_output(job.ref, OUT, OnDisk(tmp_path / "made"))
         assert sorted(sent) == [1, 2, 2, 3]
         await api.complete(Completion(job.ref, result_with(kept), 1.0))
 
@@ -270,7 +267,7 @@ async def test_an_agent_in_the_hubs_own_process_waits_for_the_look_and_sends_not
             job = await a_lease(far)
         assets = S3FileStore(server.bucket, CREDENTIALS, rig.documents, SystemClock(), look_s=0.05, **options)
         inside = LocalWorkerApi(rig.engine, assets)
-        kept = await inside.keep(job.ref, OUT, OnDisk(tmp_path / "made"))
+        kept = await inside.store_output(job.ref, OUT, OnDisk(tmp_path / "made"))
         assert asked == 2 and [each.name for each in await rig.documents.listing("files")] == [kept]
         await assets.close()
 

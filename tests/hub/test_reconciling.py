@@ -18,14 +18,14 @@ from comfyfleet.tenancy import reconciler
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HubRig]:
     monkeypatch.setattr(reconciler, "LOOK_AGAIN_S", 0.0)
-    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/default.db"}) as rig:
+    async with hub_in_process(databases={"default": f"sqlite:///{tmp_path}/default.db"}) as rig:
         await rig.post("/api/tenants", {"id": TENANT})
         yield rig
 
 
 async def test_a_difference_is_shown_by_a_look_and_gone_after_it_was_mended(rig: HubRig) -> None:
     job_id = JobId(await rig.submit(role=Role.TENANT))
-    central = rig.tenant_services.apart.central
+    central = rig.tenant_services.ledger_store.central
     dispatch = await central.load(job_id)
     assert dispatch is not None
     # Ended, and said to be settled, though the tenant's database was never told.

@@ -114,7 +114,7 @@ def test_a_worker_passes_over_a_command_that_it_does_not_know() -> None:
     text = (
         b'{"duration_s":60,"commands":[{"action":"dance"},{"action":"drain"}],"missing":["x.pt"],"later":1}'
     )
-    assert wire.beat(msgspec.json.decode(text, type=wire.HeartbeatAnswer)) == HeartbeatReply(
+    assert wire.heartbeat_reply(msgspec.json.decode(text, type=wire.HeartbeatAnswer)) == HeartbeatReply(
         60, commands=(Command("drain"),), missing=("x.pt",)
     )
 

@@ -33,6 +33,7 @@ OPEN_TO_ALL = {
     "GET /health",
     "GET /health/live",
     "GET /health/ready",
+    "GET /docs",
     "GET /openapi.json",
     "POST /api/worker/enrol",
     # By a signed link, which is a credential of its own.
@@ -63,8 +64,8 @@ class Belongings:
 @pytest_asyncio.fixture(scope="module")
 async def theirs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Belongings]:
     folder = tmp_path_factory.mktemp("files")
-    pools = {"default": f"sqlite:///{folder}/tenants.db"}
-    async with hub_in_process(folder=folder, rules=Rules(max_attempts=1), pools=pools) as rig:
+    databases = {"default": f"sqlite:///{folder}/tenants.db"}
+    async with hub_in_process(folder=folder, rules=Rules(max_attempts=1), databases=databases) as rig:
         offer = Capabilities(
             (Service("comfyui"),), tenant_access=TenantAccess("loose", allowed=(ACME, OTHER))
         )

@@ -29,7 +29,7 @@ async def _stream(rooms: JobChannels, scene: Scene) -> list[dict[str, Any]]:
         if watcher is not None:
             watcher.wake()
 
-    room = await rooms.enter(scene.job_id, wake)
+    room = await rooms.subscribe(scene.job_id, wake)
     watcher = Watcher(room, room.first(0))
     sent = b""
     while (chunk := await watcher.next()) is not None:

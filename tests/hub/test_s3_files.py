@@ -37,7 +37,6 @@ from comfyfleet.ports import Clock, DocumentStore, FileStore
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.wire import files
 from comfyfleet.wire.files import resolved
-from comfyfleet.wire.worker import lease_body
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi
@@ -114,7 +113,7 @@ def result_with(file_id: str | None) -> JobResult:
 
 async def a_grant(api: HttpWorkerApi, job: LeasedJob, content: bytes) -> files.FileView:
     said = files.output_body("out.png", len(content), hashlib.sha256(content).hexdigest())
-    asked = files.GrantsBody(lease_body(job.ref), (said,))
+    asked = files.GrantsBody(job.ref, (said,))
     (view,) = (await api._ask("grants", asked, files.FileGrants)).files
     return view
 
@@ -213,7 +212,9 @@ async def test_files_of_any_size_pass_through_little_memory(a_hub: AHub, tmp_pat
             job = await a_lease(api)
             (file,) = job.inputs
             await api.fetch_input(job, file, tmp_path / "fetched")
-            kept = await api.keep(job.ref, OutputFile("2", "images", "out.png"), OnDisk(tmp_path / "fetched"))
+            kept = await api.store_output(
+                job.ref, OutputFile("2", "images", "out.png"), OnDisk(tmp_path / "fetched")
+            )
             await api.complete(Completion(job.ref, result_with(kept), 1.0))
             most = tracemalloc.get_traced_memory()[1]
         finally:

@@ -10,10 +10,9 @@ import pytest
 from tests.hub._hub import running_hub
 from tests.hub._watching import lease, register
 
-from comfyfleet.hub.local_worker_api import has_many, made_safe
+from comfyfleet.hub.local_worker_api import has_many, sanitized
 from comfyfleet.model.access import Role
 from comfyfleet.model.job import JobResult, OutputFile
-from comfyfleet.wire.worker import lease_body
 
 _BAD = {"filename": "../x.png", "url": "javascript:x"}
 _FILE = OutputFile("2", "images", "../x.png")
@@ -49,7 +48,7 @@ async def turns() -> AsyncIterator[list[None]]:
 )
 async def test_others_have_their_turn(result: JobResult) -> None:
     async with turns() as taken:
-        safe = await made_safe(result)
+        safe = await sanitized(result)
         count = len(taken)
     assert count > 2
     assert "../" not in repr(safe)
@@ -69,7 +68,7 @@ async def test_a_large_result_reaches_its_caller_safe() -> None:
     async with running_hub() as rig:
         await register(rig)
         job_id = await rig.submit(role=Role.TENANT)
-        held = lease_body((await lease(rig)).ref)
+        held = (await lease(rig)).ref
         progress = {"kind": "output", "lease": held, "data": {"images": [_BAD] * 5_000}}
         assert (
             await rig.post("/api/worker/progress", {"reports": [progress]}, role=Role.WORKER)

@@ -23,7 +23,7 @@ async def test_a_job_whose_key_was_destroyed_is_listed_and_says_why_it_cannot_be
         job_id = await rig.submit(metadata={"for": "the cover"})
         job = (await rig.get(f"/api/jobs/{job_id}")).body
         assert job["metadata"] == {"for": "the cover"} and job["unreadable"] is None
-        await keyrings[0].shred(TenantId(job["tenant"]))
+        await keyrings[0].crypto_shred(TenantId(job["tenant"]))
         told = (await rig.get(f"/api/jobs/{job_id}")).body
         assert told["metadata"] is None and "was destroyed" in told["unreadable"]
         (listed,) = (await rig.get("/api/jobs")).body["jobs"]

@@ -107,7 +107,7 @@ async def test_an_old_caller_submits_and_hears_of_its_job_without_asking(rig: Hu
         await complete(rig, job)
         done = await line.until("job_completed")
         assert (done["job_id"], done["result"]) == (job_id, {"outputs": {"2": {"images": []}}})
-    await until(lambda: (rig.hub.rooms, rig.hub.sockets) == (0, 0))
+    await until(lambda: (rig.hub.watched_jobs, rig.hub.sockets) == (0, 0))
 
 
 async def test_what_old_callers_do_to_jobs_is_in_the_audit_log(rig: HubRig) -> None:
@@ -140,7 +140,7 @@ async def test_progress_is_subscribed_to_and_the_end_of_a_job_is_told_at_once(ri
         assert (await line.ask("resume", job_id=job_id))["type"] == "job_updated"
         await line.ask("subscribe_progress", job_id=job_id)
         assert (await line.ask("unsubscribe_progress", job_id=job_id))["type"] == "unsubscribed"
-        assert rig.hub.rooms == 0
+        assert rig.hub.watched_jobs == 0
 
 
 async def test_a_failed_job_is_told_with_its_error(rig: HubRig) -> None:
@@ -292,7 +292,7 @@ async def test_a_lease_that_is_over_is_told_as_a_cancelled_job(rig: HubRig) -> N
         given = await line.ask("request_job", worker_id="gpu-a")
         dispatch = await rig.engine.store.load(JobId(job_id))
         assert dispatch is not None
-        await rig.engine._failures.give_back(dispatch)
+        await rig.engine._failures.requeue_undelivered(dispatch)
         await line.say("heartbeat", worker_id="gpu-a")
         told = await line.until("job_cancelled")
         assert (told["job_id"], "lease has ended" in told["reason"]) == (given["job_id"], True)

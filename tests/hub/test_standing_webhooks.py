@@ -34,7 +34,7 @@ class Counting(MemoryDocumentStore):
 async def test_a_thousand_at_once_ask_the_store_once() -> None:
     documents = Counting()
     webhooks = Webhooks(documents, SystemClock())
-    await asyncio.gather(*(webhooks.hearing(ACME) for _ in range(1000)))
+    await asyncio.gather(*(webhooks.subscriptions_for(ACME) for _ in range(1000)))
     assert documents.asked == 2, "the tenant's own, and the hub's"
 
 
@@ -43,22 +43,22 @@ async def test_a_store_that_was_away_is_asked_again_at_once() -> None:
     webhooks = Webhooks(documents, SystemClock())
     documents.is_away = True
     with pytest.raises(Fault):
-        await webhooks.hearing(ACME)
+        await webhooks.subscriptions_for(ACME)
     documents.is_away = False
-    assert await webhooks.hearing(ACME) == ()
+    assert await webhooks.subscriptions_for(ACME) == ()
 
 
 async def test_what_was_asked_before_a_change_is_not_remembered_after_it() -> None:
     webhooks = Webhooks(Counting(), SystemClock())
-    before = asyncio.create_task(webhooks.hearing(ACME))
+    before = asyncio.create_task(webhooks.subscriptions_for(ACME))
     made = await webhooks.create(ACME, "https://example.com/")
     await before
-    assert await webhooks.hearing(ACME) == (made,)
+    assert await webhooks.subscriptions_for(ACME) == (made,)
 
 
 async def test_whoever_hangs_up_takes_the_answer_from_nobody() -> None:
     webhooks = Webhooks(Counting(), SystemClock())
-    impatient, other = (asyncio.create_task(webhooks.hearing(ACME)) for _ in range(2))
+    impatient, other = (asyncio.create_task(webhooks.subscriptions_for(ACME)) for _ in range(2))
     await asyncio.sleep(0)
     impatient.cancel()
     assert await other == ()

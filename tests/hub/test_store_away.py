@@ -51,7 +51,7 @@ async def test_work_in_the_background_is_about_no_request() -> None:
     async def look() -> dict[str, str]:
         return tracing.fields()
 
-    with tracing.about(request_id="mine"):
+    with tracing.log_fields(request_id="mine"):
         assert await in_background(look(), name="look") == {}
         assert tracing.fields() == {"request_id": "mine"}
 
@@ -79,7 +79,7 @@ async def test_a_store_that_goes_away_leaves_no_traceback_and_names_no_unrelated
         poll = {"worker_id": "gpu", "poll_id": "1", "wait_s": 20}
         sent = rig.post("/api/worker/poll", poll, role=Role.WORKER, headers={"x-request-id": "the-poll"})
         parked = asyncio.ensure_future(sent)
-        await until(lambda: rig.hub.places.counts()["poll"] == 1)
+        await until(lambda: rig.hub.connection_limits.counts()["poll"] == 1)
         for name in dir(type(store)):
             if not name.startswith("_") and inspect.iscoroutinefunction(getattr(store, name)):
                 monkeypatch.setattr(store, name, away)

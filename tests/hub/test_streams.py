@@ -336,8 +336,8 @@ async def test_whoever_hangs_up_is_forgotten_with_his_room(rig: HubRig) -> None:
     job_id = await rig.submit()
     async with watching(rig, progress(job_id)) as stream:
         await stream.until("queued")
-        assert (rig.hub.watchers, rig.hub.rooms) == (1, 1)
-    await until(lambda: (rig.hub.watchers, rig.hub.rooms) == (0, 0))
+        assert (rig.hub.watchers, rig.hub.watched_jobs) == (1, 1)
+    await until(lambda: (rig.hub.watchers, rig.hub.watched_jobs) == (0, 0))
 
 
 async def test_an_idle_stream_says_that_it_lives() -> None:

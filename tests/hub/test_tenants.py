@@ -35,8 +35,8 @@ ACME = "/api/tenants/acme"
 
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
-    pools = {"default": f"sqlite:///{tmp_path}/default.db", "other": f"sqlite:///{tmp_path}/other.db"}
-    async with hub_in_process(pools=pools) as rig:
+    databases = {"default": f"sqlite:///{tmp_path}/default.db", "other": f"sqlite:///{tmp_path}/other.db"}
+    async with hub_in_process(databases=databases) as rig:
         yield rig
 
 
@@ -49,14 +49,30 @@ async def made(rig: HubRig, **terms: Any) -> dict[str, Any]:
 
 async def test_a_tenant_is_set_up_shown_and_changed(rig: HubRig) -> None:
     price = {"by": "gpu_second", "credits_per_second": 2, "most_seconds": 600, "base": 1}
-    tenant = await made(rig, pool="other", price=price, caps={"max_running": 3}, weight=2)
-    assert (tenant["pool"], tenant["state"], tenant["price"]) == ("other", "active", price)
+    tenant = await made(rig, database="other", price=price, caps={"max_running": 3}, weight=2)
+    assert (tenant["database"], tenant["state"], tenant["price"]) == ("other", "active", price)
     assert (await rig.get(ACME)).body == tenant
     assert (await rig.get("/api/tenants")).body["tenants"] == [tenant]
     changed = await rig.ask("PATCH", ACME, {"weight": 5, "location": {"region": "eu"}})
     assert changed.body == {**tenant, "weight": 5, "location": {"region": "eu"}}
     assert (await rig.ask("PATCH", ACME, {"price": None})).body["price"] is None
-    assert (await rig.ask("PATCH", ACME, {"pool": "default"})).code == "invalid_request"
+    for name in ("database", "pool"):
+        assert (await rig.ask("PATCH", ACME, {name: "default"})).code == "invalid_request"
+
+
+async def test_pool_is_the_old_name_of_database(rig: HubRig) -> None:
+    """Programs that were written before go on."""
+    for number, named in enumerate(({}, {"pool": "other"}, {"database": "other", "pool": "other"})):
+        tenant = (await rig.post("/api/tenants", {"id": f"t{number}", **named})).body
+        assert tenant["database"] == tenant["pool"] == named.get("pool", "default")
+    both = {"database": "default", "pool": "other"}
+    refused = await rig.post("/api/tenants", {"id": "acme", **both})
+    assert refused.code == "invalid_request" and "`pool` is the old name" in refused.body["detail"]
+    await made(rig)
+    assert (await rig.post(f"{ACME}/move", both)).code == "invalid_request"
+    missing = await rig.post(f"{ACME}/move", {})
+    assert missing.code == "invalid_request" and "`database` is missing" in missing.body["detail"]
+    assert (await rig.post(f"{ACME}/move", {"pool": "other"})).body["moving_to"] == "other"
 
 
 async def test_the_list_goes_on_behind_a_page(rig: HubRig) -> None:
@@ -74,7 +90,7 @@ async def test_the_list_goes_on_behind_a_page(rig: HubRig) -> None:
         ({"id": "acme"}, "duplicate_differs"),
         ({"id": "default"}, "invalid_request"),
         ({"id": "a b"}, "invalid_request"),
-        ({"id": "x", "pool": "nowhere"}, "invalid_request"),
+        ({"id": "x", "database": "nowhere"}, "invalid_request"),
         ({"id": "x", "price": {"by": "flat", "credits": -1}}, "invalid_request"),
         (
             {
@@ -101,10 +117,10 @@ async def test_what_cannot_be_a_tenant_is_refused(rig: HubRig, body: dict[str, A
     assert len((await rig.get("/api/tenants")).body["tenants"]) == 1
 
 
-async def test_without_pools_it_is_said_where_they_are_set_up() -> None:
+async def test_without_databases_it_is_said_where_they_are_set_up() -> None:
     async with hub_in_process() as rig:
         answer = await rig.post("/api/tenants", {"id": "acme"})
-        assert answer.code == "invalid_request" and "[pools]" in answer.body["detail"]
+        assert answer.code == "invalid_request" and "[databases]" in answer.body["detail"]
 
 
 async def test_a_tenant_is_suspended_and_resumed(rig: HubRig) -> None:
@@ -146,14 +162,14 @@ async def test_a_tenant_runs_as_many_jobs_as_it_may(rig: HubRig) -> None:
     assert await poll() is None
     await rig.ask("PATCH", ACME, {"caps": {}})
     assert await poll() is not None
-    assert await rig.engine.store.shares.terms() == [TenantTerms(TENANT)]
+    assert await rig.engine.store.fair_share.terms() == [TenantTerms(TENANT)]
 
 
 async def test_what_the_store_missed_of_tenants_it_is_told_later(rig: HubRig) -> None:
     """A hub died between the tenant and its terms."""
     await made(rig)
     await rig.tenant_services.tenants.change(TENANT, lambda tenant: replace(tenant, weight=3.0))
-    shares = rig.engine.store.shares
+    shares = rig.engine.store.fair_share
     gone = TenantTerms(TenantId("gone"), 2.0)
     await shares.put_terms(gone)
     rig.hub.start()
@@ -241,7 +257,7 @@ async def test_a_receipt_says_what_each_round_was_held_for_and_cost(rig: HubRig)
     assert (await rig.get(path, role=Role.TENANT)).body["rounds"] == []
     await made(rig)
     await rig.post(f"{ACME}/grants", {"amount": 100})
-    teller = LedgerDriver(await rig.tenant_services.pools.get("default"))
+    teller = LedgerDriver(await rig.tenant_services.databases.get("default"))
     opening = teller.opening(5, TENANT, job_id=job_id)
     await teller.database.open_round(msgspec.structs.replace(opening, price=FlatPrice(5)))
     await teller.end(opening.hold, Phase.FAILED)
@@ -276,7 +292,7 @@ async def test_no_name_that_a_caller_chooses_keeps_its_job_from_being_settled(
     request: pytest.FixtureRequest,
 ) -> None:
     """PostgreSQL keeps no NUL in a text."""
-    async with hub_in_process(pools={"default": tenant_schema(request.config)}) as rig:
+    async with hub_in_process(databases={"default": tenant_schema(request.config)}) as rig:
         await made(rig, price={"by": "flat", "credits": 5})
         await rig.post(f"{ACME}/grants", {"amount": 9})
         job_id = await rig.submit(role=Role.TENANT, service="a\0b")
@@ -304,13 +320,13 @@ async def test_a_tenant_moves_while_a_job_of_it_runs_and_is_charged_where_it_is_
     await rig.engine.register(RegisterWorker(gpu, Capabilities((Service("comfyui"),), has_hub=True)))
     leased = await rig.engine.poll(Poll(gpu, PollId("1"), 0))
     assert leased is not None
-    begun = await rig.post(f"{ACME}/move", {"pool": "other"})
+    begun = await rig.post(f"{ACME}/move", {"database": "other"})
     assert (begun.status, begun.body["state"], begun.body["moving_to"]) == (202, "moving", "other")
     refused = await rig.post("/api/jobs", submission(), role=Role.TENANT)
     assert refused.code == "unavailable" and "retry-after" in refused.headers
     assert (await rig.post(f"{ACME}/grants", {"amount": 1})).code == "unavailable"
     moved = (await until(rig, lambda answer: answer.body["state"] == "active")).body
-    assert (moved["pool"], moved["moving_to"]) == ("other", None)
+    assert (moved["database"], moved["moving_to"]) == ("other", None)
     await rig.engine.complete(Completion(leased.ref, JobResult({"2": {}}), 1.0))
     assert await balance(rig) == (95, 0, 95, 0)
     assert (await rig.get(f"/api/jobs/{job_id}/result", role=Role.TENANT)).body["result"]["outputs"] == {
@@ -318,18 +334,18 @@ async def test_a_tenant_moves_while_a_job_of_it_runs_and_is_charged_where_it_is_
     }
     again = await rig.post("/api/jobs", submission(reference="mine"), role=Role.TENANT)
     assert (again.status, again.body["id"]) == (200, job_id)
-    assert (await rig.post(f"{ACME}/move", {"pool": "nowhere"})).code == "invalid_request"
+    assert (await rig.post(f"{ACME}/move", {"database": "nowhere"})).code == "invalid_request"
     await rig.hub.finish()
 
 
 async def test_a_deleted_tenant_takes_its_jobs_keys_and_credits_along(tmp_path: Path) -> None:
-    pools = {"default": f"sqlite:///{tmp_path}/default.db"}
+    databases = {"default": f"sqlite:///{tmp_path}/default.db"}
     shredded: list[TenantId] = []
 
     async def shred(tenant: TenantId) -> None:
         shredded.append(tenant)
 
-    async with hub_in_process(pools=pools, folder=tmp_path / "files", shred=shred) as rig:
+    async with hub_in_process(databases=databases, folder=tmp_path / "files", shred=shred) as rig:
         rig.hub.start()
         await made(rig, price={"by": "flat", "credits": 5})
         await rig.post(f"{ACME}/grants", {"amount": 100})
@@ -345,11 +361,11 @@ async def test_a_deleted_tenant_takes_its_jobs_keys_and_credits_along(tmp_path: 
         for job_id in job_ids:
             assert (await rig.get(f"/api/jobs/{job_id}")).body["status"] == "cancelled"
         assert (await rig.get(f"/api/files/{file.body['id']}")).code == "not_found"
-        database = await rig.tenant_services.pools.get("default")
+        database = await rig.tenant_services.databases.get("default")
         assert not any((await everything(database)).values())
         assert shredded == [TENANT]
         async with asyncio.timeout(60):
-            while await rig.engine.store.shares.terms():
+            while await rig.engine.store.fair_share.terms():
                 await asyncio.sleep(0.02)
         actions = [each["action"] for each in (await rig.get("/api/audit")).body["entries"]]
         assert "delete_tenant" in actions and "tenant_deleted" in actions
@@ -360,7 +376,7 @@ async def test_a_deleted_tenant_takes_its_jobs_keys_and_credits_along(tmp_path: 
 
 
 async def test_the_name_of_a_tenant_that_left_without_a_job_is_free_again(tmp_path: Path) -> None:
-    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/default.db"}) as rig:
+    async with hub_in_process(databases={"default": f"sqlite:///{tmp_path}/default.db"}) as rig:
         rig.hub.start()
         await made(rig)
         await rig.post(f"{ACME}/grants", {"amount": 100})
@@ -376,17 +392,17 @@ async def test_the_audit_log_tells_of_a_deletion_once_however_often_it_is_tried(
     rig: HubRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await made(rig)
-    await rig.tenant_services.tenants.change(TENANT, lambda tenant: policy.leaving(tenant, "acme"))
+    await rig.tenant_services.tenants.change(TENANT, lambda tenant: policy.start_deletion(tenant, "acme"))
 
     async def told() -> list[str]:
         entries = (await rig.get("/api/audit")).body["entries"]
         return [each["outcome"] for each in entries if each["action"] == "tenant_deleted"]
 
     async def later(self: TenantDeletion, tenant: Tenant, claim: Claim) -> None:
-        raise Fault("its pool is away")
+        raise Fault("its database is away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TenantDeletion, "leave", later)
+        patch.setattr(TenantDeletion, "delete", later)
         for _ in range(3):
             await rig.hub._tenant_maintenance._process(TENANT)
     assert await told() == []
@@ -400,24 +416,24 @@ async def test_what_a_hub_left_undone_is_taken_up_by_the_next_one(rig: HubRig) -
     await rig.post("/api/tenants", {"id": "leaver"})
     await rig.post(f"{ACME}/grants", {"amount": 7})
     now = rig.engine.now()
-    await rig.tenant_services.tenants.change(TENANT, lambda tenant: policy.moving(tenant, "other", now))
+    await rig.tenant_services.tenants.change(TENANT, lambda tenant: policy.start_move(tenant, "other", now))
     deletion = TenantId("leaver")
-    await rig.tenant_services.tenants.change(deletion, lambda tenant: policy.leaving(tenant, "leaver"))
+    await rig.tenant_services.tenants.change(deletion, lambda tenant: policy.start_deletion(tenant, "leaver"))
     rig.hub.start()
     moved = await until(rig, lambda answer: answer.body["state"] == "active")
-    assert moved.body["pool"] == "other" and (await balance(rig))[0] == 7
+    assert moved.body["database"] == "other" and (await balance(rig))[0] == 7
     async with asyncio.timeout(60):
-        while await rig.tenant_services.tenants.newest(deletion) is not None:
+        while await rig.tenant_services.tenants.get_uncached(deletion) is not None:
             await asyncio.sleep(0.05)
     await rig.hub.finish()
 
 
-async def test_a_hub_that_lacks_the_pool_a_tenant_lies_in_does_not_begin_to_move_it(rig: HubRig) -> None:
+async def test_a_hub_that_lacks_the_database_a_tenant_lies_in_does_not_begin_to_move_it(rig: HubRig) -> None:
     await made(rig)
     await rig.tenant_services.tenants.change(
-        TENANT, lambda tenant: msgspec.structs.replace(tenant, pool="elsewhere")
+        TENANT, lambda tenant: msgspec.structs.replace(tenant, database="elsewhere")
     )
-    refused = await rig.post(f"{ACME}/move", {"pool": "other"})
+    refused = await rig.post(f"{ACME}/move", {"database": "other"})
     assert (
         refused.code == "invalid_request" and "no tenant database 'elsewhere' here" in refused.body["detail"]
     )
@@ -427,10 +443,10 @@ async def test_a_hub_that_lacks_the_pool_a_tenant_lies_in_does_not_begin_to_move
 async def test_a_tenant_that_is_called_back_goes_on_where_it_was(rig: HubRig) -> None:
     await made(rig)
     await rig.post(f"{ACME}/grants", {"amount": 7})
-    assert (await rig.post(f"{ACME}/move", {"pool": "other"})).body["moving_to"] == "other"
-    assert (await rig.post(f"{ACME}/move", {"pool": "default"})).body["moving_to"] == "default"
+    assert (await rig.post(f"{ACME}/move", {"database": "other"})).body["moving_to"] == "other"
+    assert (await rig.post(f"{ACME}/move", {"database": "default"})).body["moving_to"] == "default"
     rig.hub.start()
     back = await until(rig, lambda answer: answer.body["state"] == "active")
-    assert back.body["pool"] == "default" and (await balance(rig))[0] == 7
+    assert back.body["database"] == "default" and (await balance(rig))[0] == 7
     await rig.submit(role=Role.TENANT)
     await rig.hub.finish()

@@ -34,18 +34,18 @@ from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 from comfyfleet.testing.time import ManualClock
 
 
-def pools_in(folder: Path) -> dict[str, str]:
+def databases_in(folder: Path) -> dict[str, str]:
     return {"first": f"sqlite:///{folder}/tenants.db"}
 
 
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
-    async with hub_in_process(pools=pools_in(tmp_path)) as rig:
+    async with hub_in_process(databases=databases_in(tmp_path)) as rig:
         yield rig
 
 
 async def set_up(rig: HubRig, **terms: Any) -> Tenant:
-    await (await rig.tenant_services.pools.get("first")).create_account(TENANT)
+    await (await rig.tenant_services.databases.get("first")).create_account(TENANT)
     return await rig.tenant_services.tenants.create(Tenant(TENANT, "first", 1.0, **terms))
 
 
@@ -126,7 +126,7 @@ async def test_each_job_of_a_batch_is_judged_by_itself(rig: HubRig) -> None:
 
 
 async def test_the_old_websocket_passes_the_same_gate(tmp_path: Path) -> None:
-    async with running_hub(pools=pools_in(tmp_path)) as rig, connected(rig, Role.TENANT) as line:
+    async with running_hub(databases=databases_in(tmp_path)) as rig, connected(rig, Role.TENANT) as line:
         await set_up(rig, denied_node_classes=("KSampler",))
         heard = await line.ask("submit_job", payload={"workflow": graph()})
         assert (heard["type"], heard["code"]) == ("error", "not_allowed")
@@ -229,11 +229,14 @@ async def test_only_a_tenant_that_allows_it_is_served_by_workers_without_a_hub(
 
 
 async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_path: Path) -> None:
-    started: dict[str, Any] = {"pools": pools_in(tmp_path), "store_url": f"sqlite:///{tmp_path}/fleet.db"}
+    started: dict[str, Any] = {
+        "databases": databases_in(tmp_path),
+        "store_url": f"sqlite:///{tmp_path}/fleet.db",
+    }
     async with hub_in_process(**started) as rig:
         await set_up(rig, isolation="strict", location=LocationNeed("eu"))
     # As a crash between the two databases left it.
-    database = open_tenant_database(pools_in(tmp_path)["first"])
+    database = open_tenant_database(databases_in(tmp_path)["first"])
     await database.open()
     job_id = (await LedgerDriver(database).submit(0, TENANT)).hold_id.job_id
     await database.close()
@@ -248,9 +251,9 @@ async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_p
 
 
 async def test_open_jobs_are_counted_in_the_tenants_own_database(tmp_path: Path) -> None:
-    async with hub_in_process(pools=pools_in(tmp_path)) as rig:
+    async with hub_in_process(databases=databases_in(tmp_path)) as rig:
         await set_up(rig, caps=TenantCaps(max_waiting=3))
-        teller = LedgerDriver(await rig.tenant_services.pools.get("first"))
+        teller = LedgerDriver(await rig.tenant_services.databases.get("first"))
         for _ in range(2):
             await teller.submit(0, TENANT)
         assert (await rig.post("/api/jobs", submission(), role=Role.TENANT)).status == 201
@@ -258,7 +261,7 @@ async def test_open_jobs_are_counted_in_the_tenants_own_database(tmp_path: Path)
         assert (answer.code, answer.body["waiting"], answer.body["limit"]) == ("queue_full", 3, 3)
 
 
-async def test_a_pool_that_is_down_keeps_a_tenant_from_going_beyond_its_bound(rig: HubRig) -> None:
+async def test_a_database_that_is_down_keeps_a_tenant_from_going_beyond_its_bound(rig: HubRig) -> None:
     await rig.tenant_services.tenants.create(Tenant(TENANT, "gone", 1.0, caps=TenantCaps(max_waiting=3)))
     answer = await rig.post("/api/jobs", submission(), role=Role.TENANT)
     assert answer.code == "unavailable" and "'gone'" in answer.body["detail"]
@@ -270,7 +273,7 @@ class Gate:
     def __init__(self, folder: Path, *, is_shared: bool) -> None:
         self.clock = ManualClock()
         self.store = MemoryStore(self.clock)
-        self.pools = TenantDatabases(pools_in(folder), self.clock, open_tenant_database)
+        self.databases = TenantDatabases(databases_in(folder), self.clock, open_tenant_database)
         self._is_shared = is_shared
         self.admission_control = self.another()
 
@@ -278,7 +281,7 @@ class Gate:
         """As at another hub."""
         tenants = Tenants(self.store.documents, self.clock, is_shared=self._is_shared)
         return TermsAdmission(
-            tenants, self.pools, self.store.documents, self.clock, is_shared=self._is_shared
+            tenants, self.databases, self.store.documents, self.clock, is_shared=self._is_shared
         )
 
     async def come(self, teller: LedgerDriver, *gates: TermsAdmission, count: int, **caps: int) -> int:
@@ -303,13 +306,13 @@ class Gate:
 async def admission_control(tmp_path: Path) -> AsyncIterator[Gate]:
     admission_control = Gate(tmp_path, is_shared=False)
     yield admission_control
-    await admission_control.pools.close()
+    await admission_control.databases.close()
 
 
 async def test_of_many_that_come_at_once_exactly_those_get_in_that_there_is_room_for(
     admission_control: Gate,
 ) -> None:
-    teller = LedgerDriver(await admission_control.pools.get("first"))
+    teller = LedgerDriver(await admission_control.databases.get("first"))
     held = await teller.submit(0, TENANT)
     assert (
         await admission_control.come(teller, admission_control.admission_control, count=50, max_waiting=30)
@@ -332,7 +335,7 @@ async def test_of_many_that_come_at_once_exactly_those_get_in_that_there_is_room
 
 
 async def test_whoever_fails_to_be_written_gives_its_room_back(admission_control: Gate) -> None:
-    teller = LedgerDriver(await admission_control.pools.get("first"))
+    teller = LedgerDriver(await admission_control.databases.get("first"))
     tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(max_waiting=1))
     with pytest.raises(Fault):
         async with admission_control.admission_control.admit(tenant):
@@ -344,7 +347,7 @@ async def test_whoever_fails_to_be_written_gives_its_room_back(admission_control
 
 
 async def test_nobody_is_counted_out_who_is_on_the_way_in(admission_control: Gate) -> None:
-    teller = LedgerDriver(await admission_control.pools.get("first"))
+    teller = LedgerDriver(await admission_control.databases.get("first"))
     await teller.database.create_account(TENANT)
     tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(max_waiting=1))
     async with admission_control.admission_control.admit(tenant):
@@ -359,7 +362,7 @@ async def test_nobody_is_counted_out_who_is_on_the_way_in(admission_control: Gat
 
 async def test_several_hubs_share_one_bound(tmp_path: Path) -> None:
     admission_control = Gate(tmp_path, is_shared=True)
-    teller = LedgerDriver(await admission_control.pools.get("first"))
+    teller = LedgerDriver(await admission_control.databases.get("first"))
     got_in = await admission_control.come(
         teller,
         admission_control.admission_control,
@@ -369,18 +372,18 @@ async def test_several_hubs_share_one_bound(tmp_path: Path) -> None:
         max_waiting=40,
     )
     assert 40 <= got_in <= 40 + 2 * (40 // 8 + 1)
-    await admission_control.pools.close()
+    await admission_control.databases.close()
 
 
 async def test_several_hubs_share_one_rate_and_hand_out_no_more_than_there_is(tmp_path: Path) -> None:
     admission_control = Gate(tmp_path, is_shared=True)
-    teller = LedgerDriver(await admission_control.pools.get("first"))
+    teller = LedgerDriver(await admission_control.databases.get("first"))
     gates = (admission_control.admission_control, admission_control.another(), admission_control.another())
     assert await admission_control.come(teller, *gates, count=90, submits_per_minute=60) == 60
     assert [each.name for each in await admission_control.store.documents.listing(COLLECTION)] == [TENANT]
     await admission_control.clock.advance(10.0)
     assert await admission_control.come(teller, *gates, count=90, submits_per_minute=60) == 10
-    await admission_control.pools.close()
+    await admission_control.databases.close()
 
 
 async def test_who_has_no_turn_is_told_when_it_comes(admission_control: Gate) -> None:
@@ -405,10 +408,10 @@ def server() -> Iterator[str]:
 
 
 async def test_two_hubs_on_redis_count_together(server: str, tmp_path: Path) -> None:
-    url, pools = with_prefix(server), pools_in(tmp_path)
+    url, databases = with_prefix(server), databases_in(tmp_path)
     async with (
-        hub_in_process(store_url=url, pools=pools) as here,
-        hub_in_process(store_url=url, pools=pools) as there,
+        hub_in_process(store_url=url, databases=databases) as here,
+        hub_in_process(store_url=url, databases=databases) as there,
     ):
         await set_up(here, caps=TenantCaps(submits_per_minute=5))
         answers = await asyncio.gather(
@@ -421,7 +424,7 @@ async def test_terms_that_are_changed_over_the_wire_are_kept_to_by_jobs_that_wai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("comfyfleet.tenancy.terms.REMEMBER_S", 0.0)
-    async with running_hub(pools=pools_in(tmp_path)) as rig:
+    async with running_hub(databases=databases_in(tmp_path)) as rig:
         await set_up(rig)
         high = await rig.submit(priority=50, role=Role.TENANT)
         ended = await rig.ask("PATCH", f"/api/tenants/{TENANT}", {"caps": {"max_priority": 10}})

@@ -24,7 +24,7 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import JobId, WorkerId, parse_traceparent, trace_id_of, traceparent_of
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
-from comfyfleet.tracing import about
+from comfyfleet.tracing import log_fields
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi
@@ -44,7 +44,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What a program with the most talkative settings logs."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
-    levels = {name: logging.getLogger(name).level for name in process._TALKATIVE}
+    levels = {name: logging.getLogger(name).level for name in process._VERBOSE}
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     process.set_up("debug", "json")
@@ -86,10 +86,10 @@ async def test_a_trace_is_carried_from_the_caller_to_the_attempt_and_back(
     assert (submitted["request_id"], submitted["trace_id"]) == ("mine-1", TRACE)
     attempt = job["history"][0]["id"]
     for logger, message in [
-        ("comfyfleet.hub.workers", "leased to gpu-a"),
+        ("comfyfleet.hub.worker_protocol", "leased to gpu-a"),
         ("comfyfleet.worker.agent", "comfyui starts the job"),
         ("comfyfleet.worker.agent", "the job has ended"),
-        ("comfyfleet.hub.workers", "completed"),
+        ("comfyfleet.hub.worker_protocol", "completed"),
     ]:
         line = told[logger, message]
         assert (line["trace_id"], line["attempt_id"]) == (TRACE, attempt), line
@@ -224,6 +224,6 @@ def test_a_line_for_people_says_what_it_is_about_too(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", written)
     process.set_up("info", "text")
-    with about(job_id="j1", traceparent=TRACEPARENT):
+    with log_fields(job_id="j1", traceparent=TRACEPARENT):
         logging.getLogger("somebody").info("hello")
     assert written.getvalue().endswith(f"INFO somebody: hello [job_id=j1 trace_id={TRACE}]\n")

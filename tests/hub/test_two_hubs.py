@@ -117,7 +117,7 @@ async def test_a_lost_message_costs_at_most_a_second_and_no_fact(
         """Said to nobody."""
 
     for rig in (hubs.a, hubs.b):
-        monkeypatch.setattr(rig.engine.store.peer_channel, "say", lost)
+        monkeypatch.setattr(rig.engine.store.peer_channel, "publish", lost)
     await register(hubs.b)
     job_id = await hubs.a.submit()
     async with watching(hubs.a, progress(job_id)) as stream:
@@ -137,13 +137,13 @@ async def test_what_another_hub_told_is_not_told_back(hubs: Hubs, monkeypatch: p
     said: list[dict[str, Any]] = []
     peer_channel = hubs.a.engine.store.peer_channel
     assert peer_channel is not None
-    say = peer_channel.say
+    say = peer_channel.publish
 
     async def heard(message: bytes) -> None:
         said.append(msgspec.msgpack.decode(message))
         await say(message)
 
-    monkeypatch.setattr(peer_channel, "say", heard)
+    monkeypatch.setattr(peer_channel, "publish", heard)
     await register(hubs.b)
     job_id = await hubs.b.submit()
     async with watching(hubs.a, progress(job_id)) as a, watching(hubs.b, progress(job_id)) as b:

@@ -24,10 +24,10 @@ from comfyfleet.testing.contract.ledger_driver import ACME, BORG, LedgerDriver
 
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
-    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("default", "other")}
-    async with hub_in_process(pools=pools) as rig:
-        for tenant, pool in ((ACME, "default"), (BORG, "other")):
-            made = await rig.post("/api/tenants", {"id": tenant, "pool": pool})
+    databases = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("default", "other")}
+    async with hub_in_process(databases=databases) as rig:
+        for tenant, name in ((ACME, "default"), (BORG, "other")):
+            made = await rig.post("/api/tenants", {"id": tenant, "database": name})
             assert made.status == 201
             await rig.post(
                 f"/api/tenants/{tenant}/grants", {"id": "g", "amount": 1_000, "note": 'a "note",\nof two'}
@@ -35,8 +35,8 @@ async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
         yield rig
 
 
-async def take(rig: HubRig, tenant: TenantId, pool: str, worker: str, *ends: float) -> None:
-    teller = LedgerDriver(await rig.tenant_services.pools.get(pool), f"{tenant}-{worker}")
+async def take(rig: HubRig, tenant: TenantId, name: str, worker: str, *ends: float) -> None:
+    teller = LedgerDriver(await rig.tenant_services.databases.get(name), f"{tenant}-{worker}")
     for at in ends:
         hold = await teller.submit(5, tenant)
         run = RunEntry(
@@ -64,7 +64,7 @@ async def usage(rig: HubRig, query: str, **more: Any) -> list[dict[str, Any]]:
     return found
 
 
-async def test_usage_is_added_up_over_pools_and_by_what_is_asked_for(rig: HubRig) -> None:
+async def test_usage_is_added_up_over_databases_and_by_what_is_asked_for(rig: HubRig) -> None:
     await take(rig, ACME, "default", "gpu-1", 10.0, 86_500.0)
     await take(rig, BORG, "other", "gpu-1", 20.0)
     await take(rig, BORG, "other", "gpu-2", 30.0)
@@ -106,10 +106,16 @@ async def test_two_exports_join_without_gap_or_overlap(rig: HubRig, monkeypatch:
     lines = list(csv.DictReader(io.StringIO(first.content.decode())))
     assert [int(line["number"]) for line in lines] == list(range(1, 12))
     assert (lines[0]["kind"], lines[0]["balance"], lines[0]["note"]) == ("grant", "1000", 'a "note", of two')
+    balance = 0
+    for line in lines:
+        balance += int(line["balance"])
+        assert int(line["balance_after"]) == balance, "over all pages"
+    assert (balance, lines[-1]["held_after"]) == (975, "0")
     await take(rig, ACME, "default", "gpu-2", 9.0)
     second = await rig.get(f"/api/tenants/acme/export?after={lines[-1]['number']}&format=jsonl")
     rest = [json.loads(line) for line in second.content.splitlines()]
     assert [line["number"] for line in rest] == [12, 13]
+    assert [(line["balance_after"], line["held_after"]) for line in rest] == [(975, 5), (970, 0)]
     runs = await rig.get("/api/tenants/acme/export?of=runs&format=jsonl")
     assert [json.loads(line)["number"] for line in runs.content.splitlines()] == list(range(1, 7))
     nothing = await rig.get("/api/tenants/acme/export?after=13&format=jsonl")
@@ -130,7 +136,7 @@ async def test_a_spreadsheet_carries_out_nothing_that_a_caller_wrote(rig: HubRig
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
-    with hub_with_a_worker(tmp_path_factory.mktemp("files"), pools=True) as address:
+    with hub_with_a_worker(tmp_path_factory.mktemp("files"), databases=True) as address:
         yield address
 
 
@@ -154,10 +160,13 @@ def test_a_book_is_exported_to_a_file_and_gone_on_with(run: Run, tmp_path: Path)
     run("credits", "grant", "acme", "6")
     rest = run("credits", "export", "acme", "--after", "3", "--format", "jsonl")
     assert json.loads(rest.output)["balance"] == 6
-    assert "nothing behind number 4" in run("credits", "export", "acme", "--after", "4").errors
+    assert "nothing after number 4" in run("credits", "export", "acme", "--after", "4").errors
     assert run("credits", "export", "nobody").code == 3
 
 
 def test_usage_is_shown_as_a_table(run: Run) -> None:
-    assert run("usage", "--by", "day", "--by", "worker").output == "nothing was used in that time\n"
+    assert (
+        run("usage", "--by", "day", "--by", "worker").output
+        == "No created tenant used anything in that time.\n"
+    )
     assert run("usage", "--json").json["usage"] == []

@@ -110,13 +110,13 @@ async def test_a_job_without_a_webhook_is_not_looked_at_because_of_others(
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[str] = []
-    noted = rig.hub._webhook_dispatcher._ledger.noted
+    noted = rig.hub._webhook_dispatcher._ledger.get_entry
 
     async def note_of(job_id: JobId, round_: int) -> StoredOutboxEntry | None:
         looked_at.append(job_id)
         return await noted(job_id, round_)
 
-    monkeypatch.setattr(rig.hub._webhook_dispatcher._ledger, "noted", note_of)
+    monkeypatch.setattr(rig.hub._webhook_dispatcher._ledger, "get_entry", note_of)
     heard_of = await rig.submit(webhook=receiver.url, priority=-100)
     await run_one(rig)
     assert not rig.hub._webhook_dispatcher._unwanted, "its end is the end of it"

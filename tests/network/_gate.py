@@ -52,7 +52,7 @@ class Network:
                 yield
             finally:
                 way.stdin.close()
-                way.wait(20)
+                way.wait(60)
                 way.stdout.close()
 
     def pull_the_cable(self) -> None:
@@ -91,7 +91,7 @@ def network(folder: Path, port: int) -> Iterator[Network]:
             yield Network(admission_control, int(said.split()[1]))
         finally:
             admission_control.stdin.close()
-            admission_control.wait(20)
+            admission_control.wait(60)
             admission_control.stdout.close()
 
 

@@ -65,7 +65,7 @@ def _environment(server: S3Server, folder: Path, port: int) -> dict[str, str]:
         "COMFYFLEET_S3_REGION": server.bucket.region,
         "COMFYFLEET_S3_ACCESS_KEY": CREDENTIALS.access_key,
         "COMFYFLEET_S3_SECRET_KEY": CREDENTIALS.secret_key,
-        "COMFYFLEET_POOLS": f"videos=sqlite:///{folder}/videos.db",
+        "COMFYFLEET_DATABASES": f"videos=sqlite:///{folder}/videos.db",
         "REDIS_URL": "",
         "HUB_PORT": "",
     }
@@ -102,7 +102,7 @@ def test_a_private_picture_is_brought_changed_and_paid_for(tmp_path: Path) -> No
 
         # An operator sets up the tenant, and gives it credits for two jobs.
         price = {"by": "output", "credits_each": 5, "most_outputs": 4}
-        admin.ask("POST", "/api/tenants", {"id": "acme", "pool": "videos", "price": price})
+        admin.ask("POST", "/api/tenants", {"id": "acme", "database": "videos", "price": price})
         admin.ask("POST", "/api/tenants/acme/grants", {"id": "payment-1", "amount": 40})
         acme = Caller(
             known["url"], admin.ask("POST", "/api/keys", {"role": "tenant", "tenant": "acme"})["key"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from comfyfleet.model.node_classes import NodeSignatures, read_signatures
-from comfyfleet.model.workflow import hash_workflow
+from comfyfleet.model.workflow_hash import hash_workflow
 from comfyfleet.policy.acceptance import Differences, objections
 
 

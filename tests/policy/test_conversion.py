@@ -10,7 +10,7 @@ from tests.policy._editor import DEFINITIONS, OBJECT_INFO, Editor
 from comfyfleet.model.editor_conversion import convert_workflow, is_editor_workflow, node_classes_of
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.node_classes import read_definitions
-from comfyfleet.model.workflow import InvalidWorkflow, parse_workflow
+from comfyfleet.model.workflow_graph import InvalidWorkflow, parse_workflow
 
 
 def convert(editor: Editor, **more: Any) -> dict[str, dict[str, Any]]:

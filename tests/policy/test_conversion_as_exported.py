@@ -8,7 +8,7 @@ from tests.policy.test_conversion import convert, text_to_image
 
 from comfyfleet.model.editor_conversion import convert_workflow
 from comfyfleet.model.node_classes import read_definitions
-from comfyfleet.model.workflow import hash_workflow
+from comfyfleet.model.workflow_hash import hash_workflow
 
 
 def test_a_long_default_is_kept_as_a_short_one_is() -> None:

@@ -12,7 +12,13 @@ from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.webhook_delivery import DeliveryAttempt, after_attempt, asked_again, given_up, wait_s
+from comfyfleet.policy.webhook_delivery import (
+    DeliveryAttempt,
+    abandoned,
+    after_attempt,
+    retried_manually,
+    wait_s,
+)
 
 RULES = Rules()
 NEW = Delivery(
@@ -51,10 +57,10 @@ def test_tries_end_and_begin_anew_when_asked_for() -> None:
         now = delivery.next_at
     assert delivery.attempts == RULES.delivery_tries
     assert delivery.ended_at is not None and 12 * 3600 < delivery.ended_at < RULES.keep_completed_s
-    again = asked_again(delivery, now)
+    again = retried_manually(delivery, now)
     assert (again.status, again.tries, again.next_at) == (DeliveryStatus.PENDING, 0, now)
     assert again.attempts == RULES.delivery_tries
-    assert given_up(again, "gone", now).last_error == "gone"
+    assert abandoned(again, "gone", now).last_error == "gone"
 
 
 @given(

@@ -13,10 +13,10 @@ from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHas
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.policy.failover import (
     SmartFailover,
+    block_for_all_tenants,
     blocked_target,
     is_quarantined,
     lifted_by_inventory,
-    met_by_two,
 )
 from comfyfleet.policy.rules import Rules
 
@@ -142,9 +142,11 @@ def test_a_block_says_whose_it_is() -> None:
     ],
 )
 def test_a_block_counts_for_everybody_once_two_tenants_have_it(known: list[Block], is_for_all: bool) -> None:
-    found = met_by_two(of(ANN), known, 60.0)
+    found = block_for_all_tenants(of(ANN), known, 60.0)
     assert found == (of(None) if is_for_all else None)
-    assert met_by_two(of(ANN, until=None), known, 60.0) is None, "who only counts has met nothing yet"
+    assert block_for_all_tenants(of(ANN, until=None), known, 60.0) is None, (
+        "who only counts has met nothing yet"
+    )
 
 
 @pytest.mark.parametrize(

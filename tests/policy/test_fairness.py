@@ -20,7 +20,7 @@ from comfyfleet.model.ids import (
     WorkflowHash,
 )
 from comfyfleet.model.tenant import TenantShare, TenantTerms, start_among
-from comfyfleet.policy.fair_share import charge_s, due_now, turns, used_s
+from comfyfleet.policy.fair_share import charge_s, due_now, tenant_turns, used_s
 from comfyfleet.policy.rules import Rules
 
 ANN, BOB = TenantId("ann"), TenantId("bob")
@@ -67,30 +67,30 @@ def test_who_begins_starts_with_the_least_served_that_is_being_served() -> None:
 
 def test_terms_say_who_is_out() -> None:
     share = TenantShare(ANN, leased=2, terms=TenantTerms(ANN, max_leased=2))
-    assert share.is_out(0.0)
-    assert not TenantShare(ANN, leased=1, terms=TenantTerms(ANN, max_leased=2)).is_out(0.0)
+    assert share.is_excluded(0.0)
+    assert not TenantShare(ANN, leased=1, terms=TenantTerms(ANN, max_leased=2)).is_excluded(0.0)
     held = TenantShare(ANN, terms=TenantTerms(ANN, held_until=5.0))
-    assert [held.is_out(now) for now in (4.9, 5.0)] == [True, False]
-    assert TenantShare(ANN, terms=TenantTerms(ANN, held_until=inf)).is_out(1e12)
-    assert not TenantShare(ANN, leased=99).is_out(0.0)
+    assert [held.is_excluded(now) for now in (4.9, 5.0)] == [True, False]
+    assert TenantShare(ANN, terms=TenantTerms(ANN, held_until=inf)).is_excluded(1e12)
+    assert not TenantShare(ANN, leased=99).is_excluded(0.0)
 
 
 def test_each_job_of_a_tenant_in_view_costs_the_next_one_its_place() -> None:
     seen = [candidate(f"a{number}", ANN, number, 5.0, weight=2.0) for number in range(3)]
     seen += [candidate("b", BOB, 9, 7.0)]
-    found = turns(seen, lambda _: 10.0)
+    found = tenant_turns(seen, lambda _: 10.0)
     assert found == {"a0": (5.0, 10.0), "a1": (10.0, 15.0), "a2": (15.0, 20.0), "b": (7.0, 17.0)}
 
 
 def test_where_nobody_is_charged_all_are_equal() -> None:
     seen = [candidate("a", ANN, 1, 40.0, weight=0.0), candidate("b", BOB, 2, 0.0, weight=0.0)]
-    assert set(turns(seen, lambda _: 10.0).values()) == {(0.0, 0.0)}
+    assert set(tenant_turns(seen, lambda _: 10.0).values()) == {(0.0, 0.0)}
 
 
 def due(*seen: Candidate, seconds: float = 10.0) -> set[str]:
     by_id = {each.job_id: each for each in seen}
     chosen = {f"slot of {job_id}": job_id for job_id in by_id}
-    return set(due_now(chosen, by_id, turns(seen, lambda _: seconds), 30.0).values())
+    return set(due_now(chosen, by_id, tenant_turns(seen, lambda _: seconds), 30.0).values())
 
 
 def test_of_a_round_what_is_beyond_a_quantum_waits_until_the_first_are_charged() -> None:

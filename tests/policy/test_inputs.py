@@ -10,9 +10,10 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Attachment, JobInput, JobResult, OutputFile, Submission
-from comfyfleet.model.workflow import hash_workflow, parse_workflow, with_input
-from comfyfleet.policy.admission import as_asked
-from comfyfleet.policy.input_files import check_inputs, output_of
+from comfyfleet.model.workflow import with_input
+from comfyfleet.model.workflow_graph import parse_workflow
+from comfyfleet.model.workflow_hash import hash_workflow
+from comfyfleet.policy.admission import as_asked, check_inputs, output_of
 from comfyfleet.policy.rules import Rules
 
 GRAPH: dict[str, Any] = {

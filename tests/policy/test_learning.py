@@ -13,16 +13,15 @@ from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.workflow_stats import (
     expected_s,
     memory_above_gb,
-    no_workflow_stats,
+    merge_live_state,
     of_out_of_memory,
     of_run,
-    still_warm,
     warmed,
     with_memory,
     without_slow,
 )
 
-EMPTY = no_workflow_stats(WorkflowHash("hash"))
+EMPTY = WorkflowStats(WorkflowHash("hash"))
 ANN, BOB, EVE = TenantId("ann"), TenantId("bob"), TenantId("eve")
 
 
@@ -102,13 +101,13 @@ def test_the_models_of_the_last_run_are_warm_until_the_worker_says_otherwise() -
         3,
     )
     assert warmed(live, (), second).loaded_models == {"a.safetensors"}
-    told = still_warm(live, LiveState(free_vram_gb=5))
+    told = merge_live_state(live, LiveState(free_vram_gb=5))
     assert (told.loaded_models, told.last_workflow, told.free_vram_gb) == (
         frozenset({"a.safetensors"}),
         first,
         5,
     )
-    assert still_warm(live, LiveState(loaded_models=frozenset({"b"}))).loaded_models == {"b"}
+    assert merge_live_state(live, LiveState(loaded_models=frozenset({"b"}))).loaded_models == {"b"}
 
 
 def test_memory_that_one_tenant_ran_out_of_is_asked_for_by_that_tenant_until_a_second_met_it() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comfyfleet.policy.priority import effective_priority, next_priority_change
 from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY, Rules
+from comfyfleet.policy.timers import effective_priority, next_priority_change
 
 RULES = Rules()
 times = st.floats(0, 4e9)

@@ -14,10 +14,10 @@ from comfyfleet.model.node_classes import read_signatures
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.policy.acceptance import (
+    applies_to_signature,
     concerns_structure,
     is_refusal,
     signature_for,
-    speaks_for_equals,
     without_signatures,
 )
 from comfyfleet.policy.feasibility import is_feasible, misses
@@ -85,7 +85,7 @@ def test_a_missing_file_is_the_callers_to_bring() -> None:
 def test_how_far_a_refusal_reaches(types: tuple[str, ...], is_structural: bool, speaks: bool) -> None:
     assert is_refusal(said(*types))
     assert concerns_structure(said(*types)) is is_structural
-    assert speaks_for_equals(said(*types), None) is speaks
+    assert applies_to_signature(said(*types), None) is speaks
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_refusal_speaks_for_equal_servers_where_its_reason_is_part_of_the_sign
     module: str, choices: list[str], kind: str, speaks: bool
 ) -> None:
     described = {"input": {"required": {"mode": [choices]}}, "python_module": module}
-    assert speaks_for_equals(said(kind), read_signatures({"KSampler": described})) is speaks
+    assert applies_to_signature(said(kind), read_signatures({"KSampler": described})) is speaks
 
 
 def test_a_class_without_a_signature_goes_past_every_server_that_has_it() -> None:

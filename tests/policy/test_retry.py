@@ -17,6 +17,7 @@ from comfyfleet.policy.retry import (
     RetryChoice,
     RetryDecision,
     after_failure,
+    after_release,
     backoff_s,
 )
 from comfyfleet.policy.rules import Rules
@@ -195,3 +196,21 @@ def test_backoff_is_full_jitter_within_its_bounds(
     assert 0 <= backoff_s(failures, rules, fraction) <= highest
     assert backoff_s(failures, rules, 0.0) == 0
     assert backoff_s(failures, rules, 0.5) == pytest.approx(highest / 2)
+
+
+def test_a_job_that_was_given_back_too_often_fails() -> None:
+    job = JOB
+    for count in range(1, RULES.max_releases + 1):
+        decision = after_release(job, "drain", RULES, NOW)
+        assert (decision.releases, decision.keep_off_until, decision.failure) == (count, None, None)
+        job = msgspec.structs.replace(job, releases=decision.releases)
+    failure = after_release(job, "drain", RULES, NOW).failure
+    assert failure == Failure(FailureKind.UNKNOWN, "given back 20 times without a result")
+
+
+@pytest.mark.parametrize("releases", [0, RULES.max_releases])
+def test_a_declined_job_does_not_count_as_given_back_and_is_kept_off_the_worker(releases: int) -> None:
+    job = msgspec.structs.replace(JOB, releases=releases)
+    decision = after_release(job, "declined", RULES, NOW)
+    assert (decision.releases, decision.failure) == (releases, None)
+    assert decision.keep_off_until == NOW + RULES.acknowledge_s

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from comfyfleet.model.editor_conversion import WorkflowVariant
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import Isolation, LocationNeed, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
-from comfyfleet.model.workflow_variants import WorkflowVariant
-from comfyfleet.policy.rate_limit import TokenBucket, draw
+from comfyfleet.policy.admission import TokenBucket, take_tokens
 from comfyfleet.policy.terms import check_graph, check_state, check_waiting, under_terms, with_terms
 
 ACME = TenantId("acme")
@@ -247,16 +247,16 @@ def test_the_tier_is_added_and_nothing_else_is_changed() -> None:
 
 
 def test_a_minutes_turns_come_at_once_after_a_quiet_minute_and_then_evenly() -> None:
-    bucket, turns, wait_s = draw(None, 6, 100, 0.0)
+    bucket, turns, wait_s = take_tokens(None, 6, 100, 0.0)
     assert (turns, wait_s) == (6, 0.0)
-    _, turns, wait_s = draw(bucket, 6, 1, 4.0)
+    _, turns, wait_s = take_tokens(bucket, 6, 1, 4.0)
     assert turns == 0 and wait_s == pytest.approx(6.0)
-    assert draw(bucket, 6, 1, 10.0).turns == 1
-    assert draw(bucket, 6, 100, 1e6).turns == 6, "no more are saved up than a minute brings"
-    assert draw(TokenBucket(3.0, 50.0), 6, 9, 10.0) == (TokenBucket(0.0, 50.0), 3, 0.0), (
+    assert take_tokens(bucket, 6, 1, 10.0).tokens == 1
+    assert take_tokens(bucket, 6, 100, 1e6).tokens == 6, "no more are saved up than a minute brings"
+    assert take_tokens(TokenBucket(3.0, 50.0), 6, 9, 10.0) == (TokenBucket(0.0, 50.0), 3, 0.0), (
         "a clock that went back"
     )
-    assert draw(None, 0, 1, 0.0)[1:] == (0, 60.0)
+    assert take_tokens(None, 0, 1, 0.0)[1:] == (0, 60.0)
 
 
 @given(
@@ -267,12 +267,12 @@ def test_nobody_gets_more_turns_than_time_brings(per_minute: int, asks: list[tup
     bucket, now, had = None, 0.0, 0
     for pause_s, wanted in asks:
         now += pause_s
-        bucket, turns, wait_s = draw(bucket, per_minute, wanted, now)
+        bucket, turns, wait_s = take_tokens(bucket, per_minute, wanted, now)
         had += turns
         assert 0 <= turns <= wanted
         assert had <= per_minute + now * per_minute / 60 + 1e-6
         if not turns:
-            assert draw(bucket, per_minute, 1, now + wait_s + 1e-6).turns == 1, "as was said"
+            assert take_tokens(bucket, per_minute, 1, now + wait_s + 1e-6).tokens == 1, "as was said"
 
 
 def test_every_graph_that_a_workflow_of_the_editor_may_run_as_is_judged() -> None:

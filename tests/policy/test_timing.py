@@ -12,7 +12,7 @@ from tests._examples import examples
 from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Readiness
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, WorkerId, WorkflowHash
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.timers import Due, returned, review, wake_at
+from comfyfleet.policy.timers import Due, requeued, review, wake_at
 
 RULES = Rules()
 NOW = 10_000.0
@@ -171,7 +171,7 @@ def test_what_comes_back_from_a_lease_catches_up_with_the_time_that_passed() -> 
     running = leased(
         NOW + 60, deadline_at=NOW + 300, relax_at=NOW - 1, relaxed_class=ClassKey("relaxed"), wake_at=None
     )
-    back = returned(running, Phase.QUEUED, None, NOW, RULES).apply(running)
+    back = requeued(running, Phase.QUEUED, None, NOW, RULES).apply(running)
     assert (back.phase, back.lease, back.standing) == (Phase.QUEUED, None, Readiness.IN_LANE)
     assert back.class_key == "relaxed"
     assert back.priority == 60

@@ -21,6 +21,10 @@ from comfyfleet.model.workflow_graph import InvalidWorkflow
 
 GRAPH = {"1": {"class_type": "EmptyImage", "inputs": {"width": 8, "text": "Grüße"}}}
 EDITOR = {"nodes": [{"id": 1, "type": "EmptyImage"}], "links": [], "version": 0.4}
+NEXT_STEP = (
+    "Pass the file as ComfyUI saved it, or a JSON file saved with 'Export (API)' "
+    "(in older releases 'Save (API Format)')."
+)
 PROMPT, WORKFLOW = json.dumps(GRAPH), json.dumps(EDITOR)
 
 
@@ -132,7 +136,7 @@ def test_a_file_that_comfyui_saved_is_read_as_the_workflow_in_it(name: str) -> N
     assert read(write(workflow=WORKFLOW), name) == EDITOR
     if name not in ("cat.jpg", "cat.webp"):
         assert refused(write(other="x"), name) == (
-            f"{name} carries no workflow: its metadata has other, but neither prompt nor workflow."
+            f"{name} carries no workflow: its metadata has other, but neither prompt nor workflow. {NEXT_STEP}"
         )
 
 
@@ -206,7 +210,8 @@ def test_what_cannot_be_seeked_in_is_read_too() -> None:
         (bytes(100), "a binary file of another kind"),
         (b"hello", "text that is not JSON"),
         (b"[1, 2]", "its top level is a list"),
-        (b'{"1": ', "is not valid JSON"),
+        (b'{"1": ', "is not valid JSON: it ends too early, in line 1. Save the whole file again"),
+        (b'{"1": {"class_type": "A",\n  "inputs": {"x": 1,}}}', "trailing comma in object in line 2, column"),
     ],
 )
 def test_a_file_of_another_kind_is_told_as_what_it_is(content: bytes, words: str) -> None:
@@ -217,7 +222,7 @@ def test_a_file_of_another_kind_is_told_as_what_it_is(content: bytes, words: str
 def test_a_picture_without_a_workflow_says_so() -> None:
     for kind, name in (("PNG", "cat.png"), ("WEBP", "cat.webp"), ("JPEG", "cat.jpg")):
         told = refused(saved(kind), name)
-        assert told == f"{name} carries no workflow: it was saved without metadata."
+        assert told == f"{name} carries no workflow: it was saved without metadata. {NEXT_STEP}"
     assert "another program saved it" in refused(png(parameters="a cat, Steps: 20"))
     assert "carries a prompt that is not a workflow" in refused(png(prompt=PROMPT[:-5]))
 

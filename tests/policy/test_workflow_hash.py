@@ -19,17 +19,19 @@ from tests._examples import examples
 from tests.policy._workflows import Graph, changed, graphs, literals, renumbered, text_to_image
 
 from comfyfleet.model.canonical_json import NotCanonicalError, canonical_json
-from comfyfleet.model.workflow import (
+from comfyfleet.model.workflow_graph import parse_workflow
+from comfyfleet.model.workflow_hash import (
+    EDITOR_INPUTS,
+    EDITOR_INPUTS_OF,
     EXACT_HASH_VERSION,
+    MAX_PASSES,
     MODEL_EXTENSIONS,
     PROSE_INPUTS,
     RESOURCE_INPUTS,
     WORKFLOW_HASH_VERSION,
     exact_hash,
     hash_workflow,
-    parse_workflow,
 )
-from comfyfleet.model.workflow_hash import EDITOR_INPUTS, EDITOR_INPUTS_OF, MAX_PASSES
 
 DOCS = Path(__file__).parents[2] / "docs"
 VECTORS: dict[str, Any] = json.loads((DOCS / "workflow-hash-vectors.json").read_text("utf-8"))
@@ -220,7 +222,7 @@ def test_raw_and_parsed_graphs_have_the_same_hashes(graph: Graph, value: Any) ->
 
 def test_hashes_are_equal_in_every_process() -> None:
     code = (
-        "import sys, json; from comfyfleet.model.workflow import exact_hash, hash_workflow;"
+        "import sys, json; from comfyfleet.model.workflow_hash import exact_hash, hash_workflow;"
         "g = json.load(sys.stdin); print(hash_workflow(g), exact_hash(g))"
     )
     for hash_seed in ("0", "4711"):

@@ -13,17 +13,14 @@ from tests.policy._workflows import Graph, changed, graphs, text_to_image
 
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.model.workflow import (
-    InvalidWorkflow,
-    NodeLink,
-    exact_hash,
-    hash_workflow,
-    is_wire,
-    parse_workflow,
+    asks_for_seed,
     read_needs,
-    resolve_seeds,
     with_filename_prefix,
     with_input,
+    with_seeds,
 )
+from comfyfleet.model.workflow_graph import InvalidWorkflow, NodeLink, is_wire, parse_workflow
+from comfyfleet.model.workflow_hash import exact_hash, hash_workflow
 
 NODE: dict[str, Any] = {"class_type": "EmptyImage", "inputs": {"width": 8}}
 
@@ -71,6 +68,16 @@ def test_what_is_not_a_graph_at_all_is_refused_without_node_errors(raw: Any, mes
         parse_workflow(raw)
     assert refused.value.node_errors == {}
     assert refused.value.code is RefusalCode.INVALID_WORKFLOW
+
+
+def test_an_object_without_any_node_is_told_to_be_no_workflow() -> None:
+    with pytest.raises(
+        InvalidWorkflow, match=r"This is no workflow: pass a file saved with 'Export \(API\)'"
+    ):
+        parse_workflow(b'{"a":1}')
+    with pytest.raises(InvalidWorkflow) as refused:
+        parse_workflow({"1": NODE, "a": 1})
+    assert "Export" not in str(refused.value)
 
 
 def test_a_value_that_is_neither_mapping_nor_text_is_refused() -> None:
@@ -344,7 +351,7 @@ def test_a_changed_input_is_checked() -> None:
         with_input(text_to_image(), "99", "cfg", 1)
 
 
-def test_seeds_of_minus_one_are_drawn_and_reported_by_node() -> None:
+def test_seeds_of_minus_one_are_found_and_replaced_by_node() -> None:
     graph: Graph = {
         "1": {"class_type": "KSampler", "inputs": {"seed": -1, "steps": -1}},
         "2": {"class_type": "KSamplerAdvanced", "inputs": {"noise_seed": -1.0}},
@@ -352,9 +359,9 @@ def test_seeds_of_minus_one_are_drawn_and_reported_by_node() -> None:
         "4": {"class_type": "KSampler", "inputs": {"seed": ["1", 0]}},
         "5": {"class_type": "KSampler", "inputs": {"seed": "-1"}},
     }
-    draws = iter([2**64 - 1, 42])
-    resolved, drawn = resolve_seeds(graph, lambda: next(draws))
-    assert drawn == {"1": 2**64 - 1, "2": 42}
+    asking = [node_id for node_id, node in parse_workflow(graph).nodes.items() if asks_for_seed(node)]
+    assert asking == ["1", "2"]
+    resolved = with_seeds(graph, {"1": 2**64 - 1, "2": 42})
     expected = copy.deepcopy(graph)
     expected["1"]["inputs"]["seed"] = 2**64 - 1
     expected["2"]["inputs"]["noise_seed"] = 42

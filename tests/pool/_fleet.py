@@ -28,8 +28,10 @@ QUICK_COMFYUI = ComfyUISettings(
     quiet_s=0.5,
     end_news_s=0.1,
 )
+# On a busy machine a check of health takes its time, and a server that counts as away is not waited for. One that is
+# gone refuses connections, which is noticed at once.
 QUICK_AGENT = AgentSettings(
-    backoff_base_s=0.02, backoff_cap_s=0.1, missed_checks=1, health_timeout_s=0.5, inventory_interval_s=60
+    backoff_base_s=0.02, backoff_cap_s=0.1, missed_checks=1, health_timeout_s=30, inventory_interval_s=60
 )
 QUICK_RULES = Rules(retry_base_s=0.02, retry_cap_s=0.05)
 

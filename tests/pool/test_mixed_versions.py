@@ -7,22 +7,18 @@ import io
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import msgspec
 import pytest
 from PIL import Image
 from tests.policy._editor import Editor
-from tests.pool._fleet import QUICK_AGENT, Fleet, fleet, quick, text_to_image
+from tests.pool._fleet import Fleet, fleet, quick, text_to_image
 
 from comfyfleet import JobFailed
 
 OLD, MIDDLE, NEW = "0.3.64", "0.7.0", "0.33.0"
 
-# On a busy machine a check of health takes its time, and a server that counts as away is not waited for.
-PATIENT = msgspec.structs.replace(QUICK_AGENT, missed_checks=20, health_timeout_s=10.0)
-
 
 def releases_of(*versions: str) -> AbstractAsyncContextManager[Fleet]:
-    return fleet(*(quick(version=version) for version in versions), agent=PATIENT)
+    return fleet(*(quick(version=version) for version in versions))
 
 
 def scaled(width: int, **inputs: Any) -> dict[str, Any]:

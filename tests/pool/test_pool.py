@@ -69,7 +69,7 @@ async def test_the_record_says_where_when_and_how_long() -> None:
     async with fleet() as it:
         job_id = await it.pool.enqueue(text_to_image(), job_id="mine", priority=7)
         assert job_id == "mine"
-        await it.pool.wait("mine", timeout=timedelta(seconds=15))
+        await it.pool.wait("mine", timeout=timedelta(seconds=60))
         record = await it.pool.get_job("mine")
         assert record.status == "completed"
         assert (record.priority, record.attempts, record.client_id) == (7, 1, it.id_of(0))

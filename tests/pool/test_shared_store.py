@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from psycopg.conninfo import conninfo_to_dict
 from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, QUICK_RULES, Told, invert, quick, text_to_image
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet import WorkflowPool, attach
@@ -26,7 +26,7 @@ def redis_url() -> Iterator[str]:
 def store_url(request: pytest.FixtureRequest) -> str:
     if request.param == "redis":
         return with_prefix(request.getfixturevalue("redis_url"))
-    parts = conninfo_to_dict(empty_database(request.config))
+    parts = conninfo_to_dict(emptied_database(request.config))
     return f"postgresql://{parts['user']}@{parts['host']}:{parts['port']}/{parts['dbname']}"
 
 

@@ -91,7 +91,7 @@ def test_a_handler_that_calls_the_pool_is_told_that_it_cannot(pool: SyncWorkflow
     pool.on("pool:error", note)
     pool.on("job:completed", lambda event: pool.get_job(event.job_id or ""))
     pool.run(text_to_image())
-    assert told.wait(10)
+    assert told.wait(60)
     assert errors[0].error_type == "RuntimeError"
     assert "cannot call it" in errors[0].message
     assert pool.stats().completed == 1
@@ -107,7 +107,7 @@ def test_an_async_handler_may_await_the_pool_inside(pool: SyncWorkflowPool) -> N
 
     pool.on("job:completed", look)
     pool.run(text_to_image())
-    assert told.wait(10)
+    assert told.wait(60)
     assert seen == ["completed"]
 
 
@@ -132,11 +132,11 @@ def test_whoever_waits_in_another_thread_is_let_go_when_it_closes() -> None:
     threads = [threading.Thread(target=work, daemon=True) for work in (watch, wait)]
     for thread in threads:
         thread.start()
-    assert seen.wait(10)
+    assert seen.wait(60)
     wait_until(lambda: bool(pool.pool._waiting._waiting))
     pool.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert names == ["job:queued"]
     assert len(refused) == 1

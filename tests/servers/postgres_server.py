@@ -109,10 +109,10 @@ class PostgresServer:
     def start(self) -> None:
         settings = [f"--{name}={value}" for name, value in self._settings.items()]
         self._process = self._start("postgres", "-p", str(self.port), *settings)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while True:
             try:
-                psycopg.connect(self.url, connect_timeout=2).close()
+                psycopg.connect(self.url, connect_timeout=20).close()
                 return
             except psycopg.OperationalError as error:
                 if self._process.poll() is not None or time.monotonic() > deadline:
@@ -142,7 +142,7 @@ class PostgresServer:
 
     def _await_children(self) -> None:
         """A new server refuses to start while children of the old one still hold its shared memory."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and _is_used(self._folder / "data"):
             time.sleep(0.02)
 
@@ -150,7 +150,7 @@ class PostgresServer:
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
             try:
-                self._process.wait(10)
+                self._process.wait(60)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

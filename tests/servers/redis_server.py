@@ -105,7 +105,7 @@ class RedisServer:
             time.sleep(0.02)
 
     def _say(self, line: str) -> bytes:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
             connection.sendall(line.encode() + b"\r\n")
             return connection.recv(65536)
 

@@ -24,7 +24,7 @@ from tests.servers.redis_server import DIE_WITH_PARENT, free_port
 
 from comfyfleet.files.s3_storage import S3Bucket, S3Credentials, presigned
 
-READY_WITHIN_S = 30.0
+READY_WITHIN_S = 60.0
 BUCKET = "fleet"
 REGION = "eu-test-1"
 CREDENTIALS = S3Credentials("AKIATESTTESTTESTTEST", "not-a-secret/for+tests=only")
@@ -127,7 +127,7 @@ class S3Server:
             if data is not None:
                 request.add_header("content-type", "text/plain")
             try:
-                with _OPENER.open(request, timeout=5) as response:
+                with _OPENER.open(request, timeout=20) as response:
                     if response.status >= 300:
                         return False
             except OSError:

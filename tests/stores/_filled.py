@@ -12,7 +12,7 @@ from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import Readiness
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.workflow_stats import WorkflowStats
-from comfyfleet.ports import Store, TransferableStore
+from comfyfleet.ports import RecordQuery, Store, TransferableStore
 from comfyfleet.stores.factory import open_store
 from comfyfleet.testing.contract.job_transfer import whole
 from comfyfleet.testing.contract.store_bench import (
@@ -68,7 +68,7 @@ async def fill(url: str, waiting: int, *, first_id: int = 0) -> None:
             tenant=tenant(("ann", "bob")[number % 2]),
             reference=f"waiting-{number}",
         )
-    await store.shares.charge(tenant("ann"), 30.0)
+    await store.fair_share.charge(tenant("ann"), 30.0)
     await store.put_block(BLOCK)
     await store.put_workflow_stats(LESSON)
     await store.close()
@@ -79,7 +79,7 @@ async def histories(store: Store) -> dict[JobId, JobSnapshot]:
     bench = StoreBench(lambda _: store)
     found: dict[JobId, JobSnapshot] = {}
     after = None
-    while page := await store.records.listing(tenant=None, phase=None, limit=100, after=after):
+    while page := await store.records.listing(RecordQuery(limit=100, after=after)):
         after = page[-1].job_id
         for job in page:
             found[job.job_id] = await whole(bench, job.job_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.cli.bootstrap import run_loop
@@ -28,7 +28,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         with some_server() as url:
             yield RedisStore(with_prefix(url))
     else:
-        yield PostgresStore(empty_database(request.config))
+        yield PostgresStore(emptied_database(request.config))
 
 
 def test_a_shared_store_works_on_the_loop_of_the_hub(store: Store) -> None:

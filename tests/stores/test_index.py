@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests._examples import examples
+from tests.stores._index import first
 
 from comfyfleet.model.dispatch import LaneKey
 from comfyfleet.model.ids import ClassKey, ProfileKey, TenantId, WorkflowHash
@@ -83,7 +84,7 @@ def test_the_index_always_chooses_what_looking_at_every_job_would(
                 plain.waiting[sequence] = lane
             case ("take", str() as profile, set() as skip):
                 expected = plain.order(ProfileKey(profile), skip, set())
-                chosen = index.first(ProfileKey(profile), skip)
+                chosen = first(index, ProfileKey(profile), skip)
                 assert chosen == (expected[0][:2] if expected else None)
                 if chosen is not None:
                     index.remove(*chosen)
@@ -92,7 +93,7 @@ def test_the_index_always_chooses_what_looking_at_every_job_would(
             case ("take_keeping_off", str() as profile, int() as count):
                 off = {job[1] for job in plain.order(ProfileKey(profile), set(), set())[:count]}
                 expected = plain.order(ProfileKey(profile), set(), off)
-                chosen = index.first(ProfileKey(profile), skip_jobs=off)
+                chosen = first(index, ProfileKey(profile), skip_jobs=off)
                 assert chosen == (expected[0][:2] if expected else None)
             case ("remove", int() as at) if plain.waiting:
                 number = sorted(plain.waiting)[at % len(plain.waiting)]
@@ -109,10 +110,10 @@ def test_the_index_always_chooses_what_looking_at_every_job_would(
                 index.advance(TenantId(tenant), raised)
                 plain.virtual[TenantId(tenant)] = raised
             case ("take_out", str() as tenant):
-                index.take_out(TenantId(tenant))
+                index.hide_tenant(TenantId(tenant))
                 plain.out.add(TenantId(tenant))
             case ("bring_back", str() as tenant):
-                index.bring_back(TenantId(tenant))
+                index.unhide_tenant(TenantId(tenant))
                 plain.out.discard(TenantId(tenant))
             case ("window", str() as profile, int() as slots, int() as lanes):
                 expected = plain.order(ProfileKey(profile), set(), set())
@@ -159,7 +160,7 @@ def test_a_profile_nobody_polls_for_does_not_collect_what_others_took() -> None:
     index.add_class(CLASSES[0], PROFILES[:2])
     for number in range(20_000):
         index.add(LaneKey(CLASSES[0], TENANTS[0], 0, WorkflowHash(f"hash-{number}")), number)
-        chosen = index.first(PROFILES[0])
+        chosen = first(index, PROFILES[0])
         assert chosen is not None
         index.remove(*chosen)
     quiet = index._profiles[PROFILES[1]]
@@ -183,11 +184,11 @@ def test_a_tenant_that_is_out_is_looked_at_once_however_much_of_it_waits() -> No
     for number in range(1_000):
         index.add(LaneKey(CLASSES[0], TENANTS[0], 0, WorkflowHash(f"hash-{number}")), number)
     index.add(LaneKey(CLASSES[0], TENANTS[1], 0, HASHES[0]), 5_000)
-    index.take_out(TENANTS[0])
-    assert index.first(PROFILES[0]) == (LaneKey(CLASSES[0], TENANTS[1], 0, HASHES[0]), 5_000)
+    index.hide_tenant(TENANTS[0])
+    assert first(index, PROFILES[0]) == (LaneKey(CLASSES[0], TENANTS[1], 0, HASHES[0]), 5_000)
     assert len(index._profiles[PROFILES[0]].heap) == 1
-    index.bring_back(TENANTS[0])
-    assert index.first(PROFILES[0]) == (LaneKey(CLASSES[0], TENANTS[0], 0, WorkflowHash("hash-0")), 0)
+    index.unhide_tenant(TENANTS[0])
+    assert first(index, PROFILES[0]) == (LaneKey(CLASSES[0], TENANTS[0], 0, WorkflowHash("hash-0")), 0)
 
 
 def test_what_comes_while_a_tenant_is_out_does_not_hide_what_stood_before_it() -> None:
@@ -201,9 +202,9 @@ def test_what_comes_while_a_tenant_is_out_does_not_hide_what_stood_before_it() -
     )
     index.add(ann, 1)
     index.add(bob, 5)
-    index.take_out(TENANTS[0])
-    assert index.first(PROFILES[0]) == (bob, 5)
+    index.hide_tenant(TENANTS[0])
+    assert first(index, PROFILES[0]) == (bob, 5)
     index.add(later, 9)
-    assert index.first(PROFILES[0]) == (bob, 5)
-    index.bring_back(TENANTS[0])
-    assert index.first(PROFILES[0]) == (ann, 1)
+    assert first(index, PROFILES[0]) == (bob, 5)
+    index.unhide_tenant(TENANTS[0])
+    assert first(index, PROFILES[0]) == (ann, 1)

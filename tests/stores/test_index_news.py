@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.stores._index import first
+
 from comfyfleet.model.dispatch import LaneKey
 from comfyfleet.model.ids import DEFAULT_TENANT, ClassKey, ProfileKey, WorkflowHash
 from comfyfleet.stores.inprocess.lane_index import LaneIndex
@@ -27,10 +29,10 @@ def test_a_profile_that_looks_late_finds_the_oldest_of_all_that_came_meanwhile()
     for sequence in range(1, 501):
         lanes.add(lane(sequence), sequence)
     for sequence in range(1, 401):
-        assert lanes.first(POLLED) == (lane(sequence), sequence)
+        assert first(lanes, POLLED) == (lane(sequence), sequence)
         lanes.remove(lane(sequence), sequence)
 
-    assert lanes.first(UNPOLLED) == (lane(401), 401)
+    assert first(lanes, UNPOLLED) == (lane(401), 401)
 
 
 def test_a_job_that_returns_to_its_lane_is_first_again_for_everybody() -> None:
@@ -38,12 +40,12 @@ def test_a_job_that_returns_to_its_lane_is_first_again_for_everybody() -> None:
     for sequence in (1, 2, 3):
         lanes.add(lane(0), sequence)
     lanes.remove(lane(0), 1)
-    assert lanes.first(UNPOLLED) == (lane(0), 2)
+    assert first(lanes, UNPOLLED) == (lane(0), 2)
 
     lanes.add(lane(0), 1)
 
-    assert lanes.first(UNPOLLED) == (lane(0), 1)
-    assert lanes.first(POLLED) == (lane(0), 1)
+    assert first(lanes, UNPOLLED) == (lane(0), 1)
+    assert first(lanes, POLLED) == (lane(0), 1)
 
 
 def test_a_profile_nobody_polls_for_does_not_collect_lanes_that_came_and_went() -> None:

@@ -21,12 +21,13 @@ from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import JobResult, OutputFile, Submission
-from comfyfleet.ports import Peek
+from comfyfleet.ports import Peek, RecordQuery
 from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.postgres import connections as postgres_connections
 from comfyfleet.stores.postgres.connections import Connection, ConnectionPool, SqlStep
 from comfyfleet.testing.contract.store_bench import FAST, A, completion
+from comfyfleet.testing.leases import lease_next
 from comfyfleet.testing.time import ManualClock
 
 
@@ -92,7 +93,7 @@ async def test_a_killed_server_loses_nothing_acknowledged_and_the_store_finds_it
     async def work() -> None:
         while True:
             try:
-                leased = await store.lease_next(jobs.offer())
+                leased = await lease_next(store, jobs.offer())
                 if leased is not None and await store.write(completion(leased.dispatch.lease_ref())):
                     finished.append(leased.dispatch.job_id)
             except Fault:
@@ -112,13 +113,11 @@ async def test_a_killed_server_loses_nothing_acknowledged_and_the_store_finds_it
         assert dispatch is not None, f"{job_id} was acknowledged and is gone"
         assert job_id not in finished or dispatch.phase is Phase.COMPLETED
     # What was in flight is there as a whole or not at all; submitting it again is safe.
-    there = {
-        job.job_id for job in await store.records.listing(tenant=None, phase=None, limit=9999, after=None)
-    }
+    there = {job.job_id for job in await store.records.listing(RecordQuery(limit=9999))}
     counts = await store.counts()
     assert sum(counts.by_phase.values()) == len(there)
     assert set(acknowledged) <= there <= set(acknowledged) | {dispatch.job_id for dispatch, _ in unknown}
-    assert await store.lease_next(jobs.offer()) is not None
+    assert await lease_next(store, jobs.offer()) is not None
     await store.close()
 
 
@@ -132,7 +131,7 @@ async def test_connections_that_were_cut_while_idle_are_replaced_unnoticed(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE application_name = 'comfyfleet' AND datname = current_database()"
         )
-    leases = await asyncio.gather(*(store.lease_next(jobs.offer()) for _ in range(8)))
+    leases = await asyncio.gather(*(lease_next(store, jobs.offer()) for _ in range(8)))
     assert len({lease.dispatch.job_id for lease in leases if lease is not None}) == 8
 
 
@@ -184,12 +183,12 @@ async def test_a_refused_transaction_is_a_fault_and_changes_nothing(url: str, st
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("ALTER TABLE comfyfleet.facts ADD CONSTRAINT full_disk CHECK (number < 2)")
         with pytest.raises(Fault, match=r"and changed nothing.*full_disk"):
-            await store.lease_next(jobs.offer())
+            await lease_next(store, jobs.offer())
         assert await store.load(job.job_id) == job
         assert await store.attempts(job.job_id) == []
         assert [each.job_id for each in await store.peek(Peek(FAST, A, 5, 32, 30.0))] == [job.job_id]
         connection.execute("ALTER TABLE comfyfleet.facts DROP CONSTRAINT full_disk")
-    assert await store.lease_next(jobs.offer()) is not None
+    assert await lease_next(store, jobs.offer()) is not None
 
 
 @pytest.mark.parametrize("text", ["nul \x00 inside", "half a pair \ud800"], ids=["nul", "surrogate"])
@@ -207,7 +206,7 @@ async def test_payloads_and_results_come_back_exactly(store: PostgresStore) -> N
     job = msgspec.structs.replace(plain, payload=Submission({"1": odd}, metadata={"deep": [odd]}))
     assert await store.enqueue(dispatch, job, ()) is not None
     assert await store.records.get(job.job_id) == job
-    leased = await store.lease_next(Jobs().offer())
+    leased = await lease_next(store, Jobs().offer())
     assert leased is not None
     result = JobResult({"9": {"images": [odd]}}, (OutputFile("9", "images", "a\x00.png"),))
     write = msgspec.structs.replace(
@@ -263,7 +262,7 @@ async def test_everything_works_behind_a_transaction_pooler(url: str) -> None:
 
         async def work() -> set[JobId]:
             mine = set()
-            while (leased := await store.lease_next(jobs.offer())) is not None:
+            while (leased := await lease_next(store, jobs.offer())) is not None:
                 ref = leased.dispatch.lease_ref()
                 (state,) = await store.heartbeat([ref], 60.0)
                 assert state.is_alive

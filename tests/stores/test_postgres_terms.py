@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import psycopg
 import pytest
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.stores._postgres import Jobs, fill_table
 
 from comfyfleet.model.dispatch import LeaseRef, WriteResult
@@ -17,8 +17,8 @@ from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.ports import Store
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore, fair_share, lanes
-from comfyfleet.stores.postgres.connections import SqlStep
 from comfyfleet.testing.contract.store_bench import completion, release
+from comfyfleet.testing.leases import lease_next
 from comfyfleet.testing.time import ManualClock
 
 ANN, BOB, EVE = TENANTS = (TenantId("ann"), TenantId("bob"), TenantId("eve"))
@@ -26,7 +26,7 @@ ANN, BOB, EVE = TENANTS = (TenantId("ann"), TenantId("bob"), TenantId("eve"))
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> str:
-    return empty_database(request.config)
+    return emptied_database(request.config)
 
 
 @pytest.fixture
@@ -40,40 +40,19 @@ async def store(url: str) -> AsyncIterator[PostgresStore]:
 
 async def test_a_lease_ends_while_somebody_else_leases(url: str, store: PostgresStore) -> None:
     jobs = Jobs()
-    await store.shares.put_terms(TenantTerms(ANN, max_leased=2))
+    await store.fair_share.put_terms(TenantTerms(ANN, max_leased=2))
     await jobs.enqueue(store, tenant=ANN)
-    leased = await store.lease_next(jobs.offer())
+    leased = await lease_next(store, jobs.offer())
     assert leased is not None
-    async with await psycopg.AsyncConnection.connect(url) as other, asyncio.timeout(4):
+    async with await psycopg.AsyncConnection.connect(url) as other, asyncio.timeout(60):
         await other.execute(fair_share.HOLD)
         assert await store.write(completion(leased.dispatch.lease_ref(), used_s=3.0)) is not None
-    share = await store.shares.of(ANN)
+    share = await store.fair_share.get(ANN)
     assert (share.leased, share.virtual_time, share.credit) == (0, 10.0, 7.0)
 
 
-async def test_leases_that_come_together_ask_the_server_a_few_times_in_all(
-    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs, messages = Jobs(), 0
-    for tenant in TENANTS:
-        await store.shares.put_terms(TenantTerms(tenant))
-        for _ in range(5):
-            await jobs.enqueue(store, tenant=tenant)
-    real = SqlStep._send
-
-    async def counted(step: SqlStep) -> None:
-        nonlocal messages
-        messages += 1
-        await real(step)
-
-    monkeypatch.setattr(SqlStep, "_send", counted)
-    taken = await asyncio.gather(*(store.lease_next(jobs.offer()) for _ in range(12)))
-    assert [each.dispatch.tenant for each in taken if each is not None] == [*TENANTS] * 4
-    assert messages <= 5, "two for the one that came first, three for the others together"
-
-
 @pytest.mark.parametrize("seed", range(4))
-async def test_leases_that_come_together_are_those_of_the_memory_store_one_by_one(
+async def test_leases_in_turn_are_those_of_the_memory_store(
     store: PostgresStore, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "MAX_EMPTY", 1)
@@ -84,10 +63,9 @@ async def test_leases_that_come_together_are_those_of_the_memory_store_one_by_on
     refs: list[LeaseRef] = []
 
     async def take(count: int) -> list[WriteResult | None]:
-        one_by_one = [await memory.lease_next(makers[0].offer()) for _ in range(count)]
-        together = await asyncio.gather(*(store.lease_next(makers[1].offer()) for _ in range(count)))
-        assert together == one_by_one
-        return one_by_one
+        expected = [await lease_next(memory, makers[0].offer()) for _ in range(count)]
+        assert [await lease_next(store, makers[1].offer()) for _ in range(count)] == expected
+        return expected
 
     for _ in range(60):
         match chance.choice(["enqueue", "lease", "lease", "end", "return", "terms"]):
@@ -117,40 +95,40 @@ async def test_leases_that_come_together_are_those_of_the_memory_store_one_by_on
                     chance.choice([None, None, float("inf")]),
                 )
                 for target in both:
-                    await target.shares.put_terms(terms)
+                    await target.fair_share.put_terms(terms)
         for tenant in TENANTS:
-            assert await store.shares.of(tenant) == await memory.shares.of(tenant)
+            assert await store.fair_share.get(tenant) == await memory.fair_share.get(tenant)
 
 
 async def test_nobody_is_measured_by_a_tenant_whose_lane_stands_empty(store: PostgresStore) -> None:
     """Eve had a job and has none any more; her lane is kept for her next one."""
     jobs = Jobs()
-    await store.shares.put_terms(TenantTerms(ANN, held_until=float("inf")))
+    await store.fair_share.put_terms(TenantTerms(ANN, held_until=float("inf")))
     await jobs.enqueue(store, tenant=EVE)
-    leased = await store.lease_next(jobs.offer())
+    leased = await lease_next(store, jobs.offer())
     assert leased is not None
     assert await store.write(completion(leased.dispatch.lease_ref(), used_s=10.0)) is not None
-    await store.shares.charge(BOB, 50.0)
+    await store.fair_share.charge(BOB, 50.0)
     for _ in range(2):
         await jobs.enqueue(store, tenant=ANN)
-    before = (await store.shares.of(ANN)).virtual_time
-    await store.shares.charge(BOB, 50.0)
-    await store.shares.put_terms(TenantTerms(ANN))
-    assert None not in await store._lease_group([jobs.offer(), jobs.offer()])
-    assert (before, (await store.shares.of(ANN)).virtual_time) == (50.0, 120.0)
+    before = (await store.fair_share.get(ANN)).virtual_time
+    await store.fair_share.charge(BOB, 50.0)
+    await store.fair_share.put_terms(TenantTerms(ANN))
+    assert None not in [await lease_next(store, jobs.offer()) for _ in range(2)]
+    assert (before, (await store.fair_share.get(ANN)).virtual_time) == (50.0, 120.0)
 
 
-async def test_a_group_steps_over_what_others_hold(url: str, store: PostgresStore) -> None:
+async def test_leases_step_over_what_others_hold(url: str, store: PostgresStore) -> None:
     jobs = Jobs()
-    await store.shares.put_terms(TenantTerms(ANN))
+    await store.fair_share.put_terms(TenantTerms(ANN))
     ids = [(await jobs.enqueue(store, tenant=tenant)).job_id for _ in range(4) for tenant in (ANN, BOB)]
     async with await psycopg.AsyncConnection.connect(url) as other:
         await other.execute("SELECT 1 FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE", (ids[3],))
         async with asyncio.timeout(60):
-            taken = await asyncio.gather(*(store.lease_next(jobs.offer()) for _ in range(8)))
+            taken = [await lease_next(store, jobs.offer()) for _ in range(8)]
     found = [each.dispatch.job_id for each in taken if each is not None]
     assert sorted(found) == sorted(set(ids) - {ids[3]}) and taken[-1] is None
-    assert [(await store.shares.of(tenant)).leased for tenant in (ANN, BOB)] == [4, 3]
+    assert [(await store.fair_share.get(tenant)).leased for tenant in (ANN, BOB)] == [4, 3]
 
 
 async def test_all_that_leases_ends_and_sets_terms_at_once_never_waits_in_a_circle(url: str) -> None:
@@ -160,7 +138,7 @@ async def test_all_that_leases_ends_and_sets_terms_at_once_never_waits_in_a_circ
     await fill_table(stores[0])
     jobs, chance, total, done = Jobs(), random.Random(1), 150, 0
     for tenant in TENANTS:
-        await stores[0].shares.put_terms(TenantTerms(tenant, max_leased=4))
+        await stores[0].fair_share.put_terms(TenantTerms(tenant, max_leased=4))
     waiting = [(await jobs.enqueue(stores[0], tenant=TENANTS[n % 3])).job_id for n in range(total)]
 
     async def work(store: PostgresStore) -> None:
@@ -171,7 +149,7 @@ async def test_all_that_leases_ends_and_sets_terms_at_once_never_waits_in_a_circ
                 if chance.random() < 0.5:
                     held = await store.lease(chance.choice(waiting), jobs.offer())
                 else:
-                    held = await store.lease_next(jobs.offer())
+                    held = await lease_next(store, jobs.offer())
                 await asyncio.sleep(0)
                 continue
             ref, held = held.dispatch.lease_ref(), None
@@ -182,15 +160,15 @@ async def test_all_that_leases_ends_and_sets_terms_at_once_never_waits_in_a_circ
                     assert await store.write(completion(ref, used_s=2.0)) is not None
                     done += 1
                 case _:
-                    ended, held = await store.finish_and_lease_next(completion(ref, used_s=2.0), jobs.offer())
-                    assert ended is not None
+                    assert await store.write(completion(ref, used_s=2.0)) is not None
+                    held = await lease_next(store, jobs.offer())
                     done += 1
         if held is not None:
             await store.write(release(held.dispatch.lease_ref()))
 
     async def change_terms() -> None:
         while done < total:
-            await stores[1].shares.put_terms(
+            await stores[1].fair_share.put_terms(
                 TenantTerms(chance.choice(TENANTS), max_leased=chance.choice([3, 4]))
             )
             await asyncio.sleep(0.02)
@@ -198,7 +176,7 @@ async def test_all_that_leases_ends_and_sets_terms_at_once_never_waits_in_a_circ
     async with asyncio.timeout(120):
         await asyncio.gather(change_terms(), *(work(stores[number % 2]) for number in range(10)))
     for tenant in TENANTS:
-        share = await stores[0].shares.of(tenant)
+        share = await stores[0].fair_share.get(tenant)
         assert (share.leased, share.waiting) == (0, 0)
     for store in stores:
         await store.close()

@@ -61,25 +61,22 @@ async def test_a_repeated_lease_finds_the_same_lease_and_takes_no_second_job(
 ) -> None:
     first, second = await bench.enqueue(), await bench.enqueue()
     proxy.cut_after = 0
-    taken = await bench.lease_next()
+    taken = await bench.store.lease(first.job_id, bench.offer())
     assert proxy.cuts == 1
     assert taken is not None
-    assert (taken.job_id, taken.lease_number) == (first.job_id, 1)
+    assert (taken.dispatch.job_id, taken.dispatch.lease_number) == (first.job_id, 1)
     assert await bench.peek() == [second.job_id]
 
 
-async def test_finish_and_lease_is_answered_as_a_whole_when_it_is_repeated(
+async def test_an_end_is_written_once_though_the_answer_was_lost(
     bench: StoreBench, proxy: CuttingProxy
 ) -> None:
     _, ref = await bench.leased()
-    waiting = await bench.enqueue()
     proxy.cut_after = 0
-    finished, taken = await bench.store.finish_and_lease_next(completion(ref), bench.offer())
+    finished = await bench.store.write(completion(ref))
     assert proxy.cuts == 1
     assert finished is not None
     assert (finished.dispatch.phase, [fact.number for fact in finished.facts]) == (Phase.COMPLETED, [3])
-    assert taken is not None
-    assert (taken.dispatch.job_id, taken.dispatch.lease_number) == (waiting.job_id, 1)
 
 
 async def test_what_a_repeat_answers_is_what_was_done_though_the_world_moved_on(
@@ -101,7 +98,7 @@ async def test_a_copy_that_arrives_when_its_slot_has_gone_on_does_nothing(bench:
         await bench.store.diagnose("FCALL", "cf1_charge_tenant", 1, head, "somebody:0", number, "", ann, 1.0)
     with pytest.raises(Fault, match="CFREPEATED"):
         await bench.store.diagnose("FCALL", "cf1_charge_tenant", 1, head, "somebody:0", 9, "", ann, 1.0)
-    assert (await bench.store.shares.of(ann)).virtual_time == 2.0
+    assert (await bench.store.fair_share.get(ann)).virtual_time == 2.0
 
 
 async def test_a_storm_of_cuts_doubles_and_loses_nothing(bench: StoreBench, proxy: CuttingProxy) -> None:
@@ -113,7 +110,7 @@ async def test_a_storm_of_cuts_doubles_and_loses_nothing(bench: StoreBench, prox
 
     async def work() -> None:
         for _ in range(20):
-            await bench.store.shares.charge(ann, 1.0)
+            await bench.store.fair_share.charge(ann, 1.0)
             await bench.enqueue(tenant=ann)
 
     await asyncio.gather(*[work() for _ in range(20)])
@@ -142,7 +139,7 @@ async def test_a_client_that_is_gone_for_a_day_is_forgotten_with_its_answers(
 ) -> None:
     store = bench.store
     assert isinstance(store, RedisStore)
-    await asyncio.gather(*[store.shares.charge(TenantId("ann"), 1.0) for _ in range(5)])
+    await asyncio.gather(*[store.fair_share.charge(TenantId("ann"), 1.0) for _ in range(5)])
     clients = await store.diagnose("ZRANGE", f"{store.prefix}clients", 0, -1)
     assert isinstance(clients, list)
     (client,) = clients
@@ -203,11 +200,11 @@ async def test_calls_that_are_given_up_leave_their_slots_to_others(proxy: Cuttin
     try:
         proxy.is_mute = True
         given_up = await asyncio.gather(
-            *[store.shares.charge(TenantId("ann"), 1.0) for _ in range(5)], return_exceptions=True
+            *[store.fair_share.charge(TenantId("ann"), 1.0) for _ in range(5)], return_exceptions=True
         )
         assert [type(each) for each in given_up] == [Fault] * 5
         proxy.is_mute = False
-        await asyncio.gather(*[store.shares.charge(TenantId("ann"), 1.0) for _ in range(5)])
+        await asyncio.gather(*[store.fair_share.charge(TenantId("ann"), 1.0) for _ in range(5)])
         keys = await store.diagnose("KEYS", f"{store.prefix}request:*")
         assert isinstance(keys, list)
         assert sorted(int(key.rpartition(b":")[2]) for key in keys) == [0, 1, 2, 3, 4]
@@ -227,7 +224,7 @@ async def test_a_closed_store_answers_with_a_fault_and_may_be_closed_again(bench
 
 
 async def test_an_abandoned_call_does_not_take_anothers_answer(bench: StoreBench) -> None:
-    abandoned = asyncio.ensure_future(bench.store.shares.charge(TenantId("ann"), 1.0))
+    abandoned = asyncio.ensure_future(bench.store.fair_share.charge(TenantId("ann"), 1.0))
     await asyncio.sleep(0)
     abandoned.cancel()
     assert (await bench.enqueue()).class_key == FOR_BOTH.key

@@ -124,9 +124,9 @@ async def soak(bench: StoreBench, jobs: int) -> None:
                     if (again := await bench.lease_next(worker)) is not None:
                         await bench.store.write(completion(again.lease_ref()))
                 case _:
-                    _, more = await bench.store.finish_and_lease_next(completion(ref), bench.offer(worker))
-                    held = None if more is None else more.dispatch
-                    await bench.store.shares.charge(taken.tenant, 1.0)
+                    await bench.store.write(completion(ref))
+                    held = await bench.lease_next(worker)
+                    await bench.store.fair_share.charge(taken.tenant, 1.0)
 
     await asyncio.gather(*[work(number) for number in range(WORKERS)])
 
@@ -271,12 +271,12 @@ def test_every_key_of_the_layout_is_used_and_every_command_is_as_old_as_redis_7(
 
 async def test_tenants_with_terms_leave_nothing_behind_but_their_shares(bench: StoreBench) -> None:
     for number, most in enumerate((2, 5, None)):
-        await bench.store.shares.put_terms(TenantTerms(tenant(f"t{number}"), 1.0 + number, most))
+        await bench.store.fair_share.put_terms(TenantTerms(tenant(f"t{number}"), 1.0 + number, most))
     await soak(bench, 600)
     assert "{cf}:tenants:open" in await keys(bench)
     await drain(bench)
     for number in range(3):
-        share = await bench.store.shares.of(tenant(f"t{number}"))
+        share = await bench.store.fair_share.get(tenant(f"t{number}"))
         assert (share.waiting, share.leased) == (0, 0)
     await purge(bench)
     left = {key for key in await keys(bench) if re.match(r"{cf}:(tenant|out:|terms|job)", key)}

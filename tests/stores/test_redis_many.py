@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.model.dispatch import Phase
-from comfyfleet.model.ids import PollId
+from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.store_bench import StoreBench, completion
 
@@ -22,17 +21,16 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("companions", [0, 3])
-async def test_a_report_that_asks_for_more_than_can_be_kept_has_not_ended_its_job(
-    url: str, companions: int
-) -> None:
+async def test_a_report_that_is_not_whole_has_not_ended_its_job(url: str, companions: int) -> None:
     bench = StoreBench(lambda clock: RedisStore(with_prefix(url), winding=clock))
     await bench.open()
     try:
         bad, *good = [(await bench.leased())[1] for _ in range(1 + companions)]
-        too_long = msgspec.structs.replace(bench.offer(), poll_id=PollId("x" * 70_000))
+        arguments = codec.encode_finish(completion(bad))
+        assert arguments is not None and isinstance(bench.store, RedisStore)
         ended = await asyncio.gather(
-            bench.store.finish_and_lease_next(completion(bad), too_long),
-            *(bench.store.finish_and_lease_next(completion(ref), bench.offer()) for ref in good),
+            bench.store._join("finish", *arguments[:11]),
+            *(bench.store.write(completion(ref)) for ref in good),
             return_exceptions=True,
         )
         assert isinstance(ended[0], Exception), "it is told"

@@ -18,6 +18,7 @@ from comfyfleet.stores.redis.client import RedisClient, RedisServerError
 from comfyfleet.stores.redis.library import ensure_library, installed_revision, library_text, revision_of
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.store_bench import StoreBench, completion
+from comfyfleet.testing.leases import lease_next
 from comfyfleet.testing.time import ManualClock
 
 
@@ -114,7 +115,7 @@ async def test_a_library_that_disappears_is_a_loud_fault_and_gives_no_job(server
         await bench.enqueue()
         await client.call("FUNCTION", "FLUSH")
         with pytest.raises(Fault, match="Function not found"):
-            await bench.store.lease_next(bench.offer())
+            await lease_next(bench.store, bench.offer())
         await ensure_library(client.call)
         assert await bench.lease_next() is not None
     await bench.store.close()
@@ -192,12 +193,11 @@ async def test_a_full_server_refuses_a_write_as_a_whole_and_lets_old_jobs_be_pur
         _, ended = await bench.leased()
         assert await store.write(completion(ended)) is not None
         _, ref = await bench.leased()
-        offer = bench.offer()
         await store.diagnose("CONFIG", "SET", "maxmemory", "100kb")
         with pytest.raises(Fault, match="OOM"):
             await bench.enqueue()
         with pytest.raises(Fault, match="OOM"):
-            await store.finish_and_lease_next(completion(ref), offer)
+            await store.write(completion(ref))
         assert await store.purge(Phase.COMPLETED, await store.now() + 1, 10) == 1
         await store.diagnose("CONFIG", "SET", "maxmemory", "0")
         assert (await store.counts()).by_phase == {**dict.fromkeys(Phase, 0), Phase.LEASED: 1}
@@ -240,7 +240,7 @@ async def test_of_two_leases_under_one_poll_the_newer_owns_it(server: RedisServe
     refs = []
     for _ in range(2):
         await bench.enqueue()
-        written = await bench.store.lease_next(bench.offer(poll="one"))
+        written = await lease_next(bench.store, bench.offer(poll="one"))
         assert written is not None
         refs.append(written.dispatch.lease_ref())
     assert await bench.store.write(completion(refs[0])) is not None

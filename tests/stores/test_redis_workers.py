@@ -17,6 +17,7 @@ from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 from tests.servers.redis_fixtures import own_server
 from tests.servers.redis_server import RedisServer
+from tests.stores._redis_users import engine_rules, worker_rules
 
 from comfyfleet.model.calls import Command, PendingRegistration
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase
@@ -27,7 +28,6 @@ from comfyfleet.model.tenant import DEFAULT_CHARGE_S, TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.ports import Clock
 from comfyfleet.stores.redis.library import library_text
-from comfyfleet.stores.redis.server import engine_rules, worker_rules
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.store_bench import FAST, A, B, StoreBench
 
@@ -186,14 +186,14 @@ async def test_a_command_is_read_from_the_workers_stream_under_its_own_user(
         asyncio.to_thread(worker.send, "XREAD", "BLOCK", "5000", "STREAMS", "{cf}:commands:" + A, "0")
     )
     command = Command("cancel", JobId("job-1"), 3, "by hand")
-    await bench.store.tell(A, command)
+    await bench.store.send_command(A, command)
     found = await reading
     assert isinstance(found, list)
     ((_, ((_, told),)),) = found
     assert float(told.pop("timestamp")) == pytest.approx(await bench.store.now(), abs=60)
     assert told == {"action": "cancel", "job_id": "job-1", "lease": "3", "reason": "by hand"}
     for _ in range(500):
-        await bench.store.tell(A, command)
+        await bench.store.send_command(A, command)
     kept = worker.send("XREAD", "COUNT", "1000", "STREAMS", "{cf}:commands:" + A, "0")
     assert isinstance(kept, list)
     assert len(kept[0][1]) <= 200
@@ -459,7 +459,7 @@ async def test_a_tenant_at_its_cap_or_held_gives_such_a_worker_nothing(
     bench: StoreBench, server: RedisServer
 ) -> None:
     await bench.store.put_worker(WORKER)
-    worker, ann, shares = Worker(server), TenantId("ann"), bench.store.shares
+    worker, ann, shares = Worker(server), TenantId("ann"), bench.store.fair_share
     await shares.put_terms(TenantTerms(ann, max_leased=1))
     for _ in range(3):
         await bench.enqueue(tenant=ann)
@@ -477,19 +477,19 @@ async def test_such_a_worker_charges_the_tenant_as_an_engine_would(
     bench: StoreBench, server: RedisServer
 ) -> None:
     await bench.store.put_worker(WORKER)
-    worker, ann, shares = Worker(server), TenantId("ann"), bench.store.shares
+    worker, ann, shares = Worker(server), TenantId("ann"), bench.store.fair_share
     await shares.put_terms(TenantTerms(ann, weight=2.0))
     for _ in range(2):
         await bench.enqueue(tenant=ann)
     assert worker.lease_next("one") is not None
-    assert (await shares.of(ann)).virtual_time == DEFAULT_CHARGE_S / 2
+    assert (await shares.get(ann)).virtual_time == DEFAULT_CHARGE_S / 2
     assert worker.call("heartbeat", *worker.lease, 60) == 1
     assert worker.call("complete", *worker.lease, "{}") == 1
-    share = await shares.of(ann)
+    share = await shares.get(ann)
     assert 0 < share.virtual_time - share.credit < 1, "it took no time to speak of"
     # One that was never taken up took none at all.
     before = share.virtual_time - share.credit
     assert worker.lease_next("two") is not None
     assert worker.call("release", *worker.lease, "shutting down") == 1
-    share = await shares.of(ann)
+    share = await shares.get(ann)
     assert share.virtual_time - share.credit == before

@@ -26,7 +26,7 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import Attachment, JobResult, Submission
 from comfyfleet.policy.rules import Rules
-from comfyfleet.ports import Store
+from comfyfleet.ports import RecordQuery, Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
 from comfyfleet.stores.crypto.store import encrypted_store
 from comfyfleet.stores.documents import MemoryDocumentStore
@@ -150,7 +150,7 @@ async def test_a_job_from_before_there_was_a_key_lives_beside_sealed_ones(tmp_pa
     async with Engine(opened(url)) as engine:
         assert (await engine.get(job_id)).job.payload.metadata == {"why": METADATA}
         second = (await engine.submit(Submission(graph(text="x"), metadata={"n": 2}))).job_id
-        listed = await engine.store.records.listing(tenant=None, phase=None, limit=9, after=None)
+        listed = await engine.store.records.listing(RecordQuery(limit=9))
         assert [job.payload.metadata for job in listed] == [{"why": METADATA}, {"n": 2}]
         repeat = await engine.submit(
             Submission(graph(text=PROMPT), reference="ours", metadata={"why": METADATA})
@@ -184,7 +184,7 @@ async def test_rows_that_were_swapped_do_not_open_and_the_others_do(tmp_path: Pa
     assert "so it cannot be decrypted" in str(await said_of(url, one))
     assert await said_of(url, two) is None and await said_of(url, third) is None
     async with Engine(opened(url)) as engine:
-        listed = await engine.store.records.listing(tenant=None, phase=None, limit=9, after=None)
+        listed = await engine.store.records.listing(RecordQuery(limit=9))
         assert [job.unreadable is None for job in listed].count(False) == 1
         with pytest.raises(Refusal, match="can no longer be read"):
             await engine.retry(one)
@@ -235,7 +235,7 @@ def sealed_part(content: Any) -> Any:
 async def test_a_tenants_database_holds_ciphertext_too(
     tmp_path: Path, request: pytest.FixtureRequest, kind: str, is_sealed: bool
 ) -> None:
-    url = f"sqlite:///{tmp_path}/pool.db" if kind == "sqlite" else tenant_schema(request.config)
+    url = f"sqlite:///{tmp_path}/tenants.db" if kind == "sqlite" else tenant_schema(request.config)
     database: TenantDatabase = open_tenant_database(url)
     if is_sealed:
         keyring = Keyring(MemoryDocumentStore(), SystemClock(), lambda: MASTERS)
@@ -276,7 +276,7 @@ async def test_a_tenants_database_holds_ciphertext_too(
 async def test_after_shredding_a_job_says_why_it_cannot_be_read(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/fleet.db"
     job_id, engine, _ = await live(opened(url))
-    await Keyring(engine.store.documents, SystemClock(), lambda: MASTERS).shred(TenantId("default"))
+    await Keyring(engine.store.documents, SystemClock(), lambda: MASTERS).crypto_shred(TenantId("default"))
     await engine.close()
     async with Engine(opened(url)) as engine:
         view = await engine.get(job_id)

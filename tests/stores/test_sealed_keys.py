@@ -80,7 +80,7 @@ async def test_a_new_master_key_wraps_anew_and_the_old_one_may_go() -> None:
     later = desk.keyring(MasterKeys({"k2": TWO}, "k2"))
     await later.open()
     assert await desk.opened(later, old) == b"a fox"
-    tally = await later.tally()
+    tally = await later.count_keys()
     assert (tally.masters, tally.tenants, tally.destroyed) == ({"k2": 1}, 1, 0)
 
 
@@ -109,7 +109,7 @@ async def test_a_data_key_that_does_not_open_keeps_no_other_from_being_wrapped_a
     desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
     assert await desk.keyring().rewrap() == 1
     assert "'acme' does not open" in caplog.text
-    assert (await desk.keyring().tally()).masters == {"k1": 1, "k2": 1}
+    assert (await desk.keyring().count_keys()).masters == {"k1": 1, "k2": 1}
     assert [each.name for each in await desk.documents.listing(MASTER_KEYS)] == ["k1", "k2"]
 
 
@@ -175,7 +175,7 @@ async def test_what_was_shredded_opens_nowhere_and_the_tenant_may_begin_anew() -
     encrypted = await desk.encrypted(keyring)
     other = await keyring.to_encrypt(BORG)
     assert await desk.opened(elsewhere, encrypted) == b"a fox"
-    assert await keyring.shred(ACME) == 1 and await keyring.shred(ACME) == 0
+    assert await keyring.crypto_shred(ACME) == 1 and await keyring.crypto_shred(ACME) == 0
     with pytest.raises(DecryptionFailed, match="'acme' that encrypts it was destroyed"):
         await desk.opened(keyring, encrypted)
     await desk.clock.advance(KEEP_S)
@@ -184,10 +184,10 @@ async def test_what_was_shredded_opens_nowhere_and_the_tenant_may_begin_anew() -
     assert await desk.keyring().to_encrypt(BORG) == other
     again = await desk.encrypted(elsewhere)
     assert key_id_of(again) != key_id_of(encrypted) and await desk.opened(keyring, again) == b"a fox"
-    tally = await keyring.tally()
+    tally = await keyring.count_keys()
     assert (tally.tenants, tally.destroyed) == (2, 1)
     assert await keyring.rewrap() == 0, "what is destroyed is not looked for"
-    await keyring.shred(ACME)
+    await keyring.crypto_shred(ACME)
     assert await keyring.tenants() == [BORG], "nobody makes a key for who is gone"
 
 
@@ -201,7 +201,7 @@ async def test_a_rewrap_never_brings_back_what_was_shredded_meanwhile() -> None:
 
     async def shredded_first(collection: str, name: str, body: bytes, *, version: int | None) -> bool:
         desk.documents.put = put  # type: ignore[method-assign]
-        await keyring.shred(ACME)
+        await keyring.crypto_shred(ACME)
         return await put(collection, name, body, version=version)
 
     desk.documents.put = shredded_first  # type: ignore[method-assign]

@@ -15,11 +15,13 @@ from comfyfleet.model.dispatch import Dispatch, Phase, WriteResult
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.sqlite.maintenance import check
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.testing.contract.full_disk import WORKER, steps_of
 from comfyfleet.testing.contract.job_transfer import moving, renamed, whole
 from comfyfleet.testing.contract.store_bench import HASH, A, completion, tenant
+from comfyfleet.testing.leases import lease_next
 
 
 async def test_a_full_disk_leaves_everything_as_it_was_whatever_was_to_be_written(
@@ -41,7 +43,7 @@ async def test_a_full_disk_leaves_everything_as_it_was_whatever_was_to_be_writte
         assert await bench.store.get_workflow_stats(HASH) is None
     # And with room again, everything works.
     disk.make_room()
-    await bench.store.shares.charge(tenant("ann"), 1.0)
+    await bench.store.fair_share.charge(tenant("ann"), 1.0)
     first = await bench.lease_next()
     assert first is not None
     job = await bench.enqueue()
@@ -153,7 +155,7 @@ async def test_a_job_is_shown_to_others_only_when_it_is_on_the_disk(
     assert first.job_id == second.job_id
     offer = bench.offer(poll="mine")
     leased, by_poll, of_worker = await asyncio.gather(
-        bench.store.lease_next(offer), bench.store.leased_by_poll(offer.poll_id), bench.store.leases_of(A)
+        lease_next(bench.store, offer), bench.store.leased_by_poll(offer.poll_id), bench.store.leases_of(A)
     )
     assert leased is not None
     assert by_poll == leased.dispatch
@@ -201,10 +203,7 @@ async def test_a_caller_that_goes_away_leaves_its_change_and_disturbs_nobody(tmp
     await asyncio.sleep(0)
     gone.cancel()
     other = await bench.enqueue()
-    assert [
-        each.job_id
-        for each in await bench.store.records.listing(tenant=None, phase=None, limit=9, after=None)
-    ] == [
+    assert [each.job_id for each in await bench.store.records.listing(RecordQuery(limit=9))] == [
         "job-0001",
         other.job_id,
     ]
@@ -227,7 +226,7 @@ async def test_a_list_is_answered_though_something_always_changes(tmp_path: Path
     async with asyncio.timeout(60):
         for _ in range(20):
             await asyncio.sleep(0)
-            await store.records.listing(tenant=None, phase=None, limit=5, after=None)
+            await store.records.listing(RecordQuery(limit=5))
             await store.dead_letter(5)
             await store.workers()
             await store.leases_of(A)

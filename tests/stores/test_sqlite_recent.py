@@ -61,8 +61,8 @@ async def test_a_job_that_could_not_be_written_is_not_at_hand(
 def test_the_oldest_make_room_for_the_newest() -> None:
     recent = RecentRecords(max_bytes=100)
     for number in range(1_000):
-        recent.keep(JobId(f"job-{number}"), bytes(number % 60))
-        recent.keep(JobId(f"large-{number}"), bytes(101))
+        recent.put(JobId(f"job-{number}"), bytes(number % 60))
+        recent.put(JobId(f"large-{number}"), bytes(101))
         assert sum(map(len, recent._records.values())) == recent._bytes <= 100
         assert recent.get(JobId(f"job-{number}")) == bytes(number % 60)
         assert recent.get(JobId(f"large-{number}")) is None

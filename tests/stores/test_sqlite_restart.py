@@ -37,6 +37,7 @@ from comfyfleet.testing.contract.store_bench import (
     release,
     tenant,
 )
+from comfyfleet.testing.leases import lease_next
 
 
 async def a_day(bench: StoreBench) -> None:
@@ -47,9 +48,9 @@ async def a_day(bench: StoreBench) -> None:
     await bench.enqueue(standing=Readiness.DELAYED, wake_at=bench.clock.now() + 60, not_before=5.0)
     first = await bench.enqueue(priority=2, tenant=tenant("ann"), reference="mine")
     await bench.enqueue(tenant=tenant("bob"))
-    await store.shares.charge(tenant("ann"), 12.5)
-    await store.shares.put_terms(TenantTerms(tenant("ann"), 2.0, 1))
-    await store.shares.put_terms(TenantTerms(tenant("bob"), held_until=inf))
+    await store.fair_share.charge(tenant("ann"), 12.5)
+    await store.fair_share.put_terms(TenantTerms(tenant("ann"), 2.0, 1))
+    await store.fair_share.put_terms(TenantTerms(tenant("bob"), held_until=inf))
     await bench.leased(tenant=tenant("ann"))
     _, done = await bench.leased(reference="done")
     await store.heartbeat([done], 60)
@@ -77,18 +78,18 @@ async def test_a_lease_is_put_right_by_what_it_was_charged_with_before(tmp_path:
     bench = make_bench(tmp_path / "fleet.db")
     await bench.open()
     ann = tenant("ann")
-    await bench.store.shares.put_terms(TenantTerms(ann, max_leased=1))
+    await bench.store.fair_share.put_terms(TenantTerms(ann, max_leased=1))
     job = await bench.enqueue(tenant=ann)
     written = await bench.store.lease(job.job_id, msgspec.structs.replace(bench.offer(), charge_s=30.0))
     assert written is not None
     await bench.enqueue(tenant=ann)
     await bench.store.close()
     async with reopened(tmp_path / "fleet.db", bench.clock) as store:
-        assert await store.lease_next(bench.offer()) is None, "it is still at its cap"
+        assert await lease_next(store, bench.offer()) is None, "it is still at its cap"
         await store.write(completion(written.dispatch.lease_ref(), used_s=2.0))
-        share = await store.shares.of(ann)
+        share = await store.fair_share.get(ann)
         assert (share.virtual_time, share.credit, share.leased) == (30.0, 28.0, 0)
-        assert await store.lease_next(bench.offer()) is not None
+        assert await lease_next(store, bench.offer()) is not None
 
 
 async def test_everything_is_there_after_a_clean_end(tmp_path: Path) -> None:

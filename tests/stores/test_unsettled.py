@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.servers.postgres_database import empty_database
+from tests.servers.postgres_database import emptied_database
 from tests.stores._postgres import Jobs, fill_table
 from tests.stores._sqlite import make_bench
 
@@ -48,7 +48,7 @@ async def test_the_file_answers_from_its_indexes(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> str:
-    return empty_database(request.config)
+    return emptied_database(request.config)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from comfyfleet.tenancy.database.port import TenantDatabase
 
 Kind = Literal["crash", "fault"]
 
-_WRITES = frozenset({"enqueue", "lease", "lease_next", "write", "finish_and_lease_next"})
+_WRITES = frozenset({"enqueue", "lease", "write"})
 _APART = frozenset(
     {
         "open_round",

@@ -16,10 +16,13 @@ from comfyfleet.stores.factory import open_store
 from comfyfleet.tenancy.services import TenantServices
 
 
-async def spend(store_url: str, pool_url: str) -> None:
+async def spend(store_url: str, database_url: str) -> None:
     clock = SystemClock()
-    tenant_services = TenantServices(open_store(store_url, clock), clock, {"first": pool_url})
-    async with Engine(tenant_services.store, clock=clock) as engine, tenant_services.kept(engine.admit):
+    tenant_services = TenantServices(open_store(store_url, clock), clock, {"first": database_url})
+    async with (
+        Engine(tenant_services.store, clock=clock) as engine,
+        tenant_services.background_tasks(engine.admit),
+    ):
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             try:

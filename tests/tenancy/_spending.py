@@ -1,4 +1,4 @@
-"""Two hubs in two processes, on one store and one pool, that spend the same tenant's credits at the same instant."""
+"""Two hubs in two processes, on one store and one database, that spend one tenant's credits at the same instant."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ async def spender(module: str, *arguments: str) -> AsyncIterator[Spender]:
         await process.wait()
 
 
-async def spend_at_once(store_url: str, pool_url: str, times: int) -> list[str]:
+async def spend_at_once(store_url: str, database_url: str, times: int) -> list[str]:
     """Each time a tenant with 100 is asked for 80 by both. What went otherwise than that one of them is accepted."""
     store = open_store(store_url, SystemClock())
-    database = open_tenant_database(pool_url)
+    database = open_tenant_database(database_url)
     wrong = []
     async with AsyncExitStack() as stack:
         await store.open()
@@ -66,7 +66,8 @@ async def spend_at_once(store_url: str, pool_url: str, times: int) -> list[str]:
         await database.open()
         stack.push_async_callback(database.close)
         hubs = [
-            await stack.enter_async_context(spender("_hub_spender", store_url, pool_url)) for _ in range(2)
+            await stack.enter_async_context(spender("_hub_spender", store_url, database_url))
+            for _ in range(2)
         ]
         for each in hubs:
             assert await each.answer() == "ready"

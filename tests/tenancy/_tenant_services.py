@@ -32,13 +32,13 @@ PRICE = FlatPrice(10)
 
 
 class Fleet:
-    """One process: its engine and its estate. The relay looks when it is told to."""
+    """One process: its engine and its tenant services. A test runs the relay by hand."""
 
     def __init__(
         self,
         store: Store,
         clock: Clock,
-        pools: dict[str, str],
+        databases: dict[str, str],
         *,
         open_database: Callable[[str], TenantDatabase] = open_tenant_database,
         around: Callable[[TenantDatabase], TenantDatabase] | None = None,
@@ -48,11 +48,11 @@ class Fleet:
         """Two of them on one store are given different seeds, or they make the same ids."""
         self.clock = clock
         self.central = store
-        self.tenant_services = TenantServices(store, clock, pools, open_database, around=around)
+        self.tenant_services = TenantServices(store, clock, databases, open_database, around=around)
         self.engine = Engine(
-            self.tenant_services.store, rules=Rules(**rules), clock=clock, chance=SeededRandom(seed)
+            self.tenant_services.store, rules=Rules(**rules), clock=clock, rng=SeededRandom(seed)
         )
-        self.relay = OutboxRelay(self.tenant_services.apart, self.engine.admit)
+        self.relay = OutboxRelay(self.tenant_services.ledger_store, self.engine.admit)
         self._polls = itertools.count(1)
         self._seed = seed
 
@@ -70,17 +70,17 @@ class Fleet:
         *,
         granted: int = 0,
         price: Price | None = PRICE,
-        pool: str = "first",
+        database: str = "first",
         **more: Any,
     ) -> Tenant:
         made = await self.tenant_services.tenants.create(
-            Tenant(tenant, pool, self.clock.now(), price=price, **more)
+            Tenant(tenant, database, self.clock.now(), price=price, **more)
         )
-        database = await self.tenant_services.pools.get(pool)
-        await database.create_account(tenant)
+        opened = await self.tenant_services.databases.get(database)
+        await opened.create_account(tenant)
         if granted:
             given = accounting.grant("first", tenant, granted, self.clock.now())
-            await database.grant(given, accounting.posting_of(given))
+            await opened.grant(given, accounting.posting_of(given))
         return made
 
     async def worker(self, worker: WorkerId = WORKER, *kinds: str, slots: int = 10) -> WorkerId:
@@ -107,14 +107,14 @@ class Fleet:
         await self.engine.fail(FailureReport(leased.ref, Failure(kind, "it broke")))
 
     async def account(self, tenant: TenantId = ACME) -> Account:
-        home = await self.tenant_services.homes.of(tenant)
+        home = await self.tenant_services.directory.locate(tenant)
         assert home is not None
         return await home.database.account(tenant)
 
     async def check(self, *tenants: TenantId) -> None:
         """Every book is right, and nothing is left between the databases."""
         for tenant in tenants or (ACME,):
-            home = await self.tenant_services.homes.of(tenant)
+            home = await self.tenant_services.directory.locate(tenant)
             assert home is not None
             assert accounting.problems(await home.database.ledger(tenant)) == []
         assert await self.central.unsettled(10) == []
@@ -122,6 +122,6 @@ class Fleet:
 
 @asynccontextmanager
 async def one_fleet(store: Store, clock: ManualClock, folder: Path, **rules: Any) -> AsyncIterator[Fleet]:
-    pools = {name: f"sqlite:///{folder}/{name}.db" for name in ("first", "second")}
+    databases = {name: f"sqlite:///{folder}/{name}.db" for name in ("first", "second")}
     async with AsyncExitStack() as stack:
-        yield await stack.enter_async_context(Fleet(store, clock, pools, **rules))
+        yield await stack.enter_async_context(Fleet(store, clock, databases, **rules))

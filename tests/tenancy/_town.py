@@ -73,7 +73,7 @@ class Hub(Fleet):
     """A process that may die."""
 
     def __init__(
-        self, store: Store, clock: Clock, pools: dict[str, str], seed: int, sent: list[Sent]
+        self, store: Store, clock: Clock, databases: dict[str, str], seed: int, sent: list[Sent]
     ) -> None:
         self.fate = Fate()
         self.real = store
@@ -82,7 +82,7 @@ class Hub(Fleet):
             return fated_database(open_tenant_database(url), self.fate)
 
         super().__init__(
-            _Copying(store, self.fate, sent), clock, pools, open_database=opened, seed=seed, **RULES
+            _Copying(store, self.fate, sent), clock, databases, open_database=opened, seed=seed, **RULES
         )
 
     async def die(self) -> None:
@@ -113,10 +113,10 @@ class _Copying:
 class Town:
     """`make_store` opens the one central store; where several processes may, there are two hubs."""
 
-    def __init__(self, make_store: Callable[[Clock], Store], pools: dict[str, str], day: int) -> None:
+    def __init__(self, make_store: Callable[[Clock], Store], databases: dict[str, str], day: int) -> None:
         self.clock = LeapingClock(1_000_000.0 + day * 1_000_000)
         self._make_store = make_store
-        self._pools = pools
+        self._databases = databases
         self._seeds = itertools.count(day * 10_000)
         self.hubs: list[Hub] = []
         self.tenants = [TenantId(f"tenant-{day}-{place}") for place in range(len(PRICES))]
@@ -140,15 +140,15 @@ class Town:
         if self.central.is_shared:
             await self._open_hub(1)
         for place, (tenant_id, price) in enumerate(zip(self.tenants, PRICES, strict=True)):
-            pool = list(self._pools)[place % len(self._pools)]
+            name = list(self._databases)[place % len(self._databases)]
             await self.hubs[0].tenant_services.tenants.create(
-                Tenant(tenant_id, pool, self.clock.now(), price=price)
+                Tenant(tenant_id, name, self.clock.now(), price=price)
             )
-        for name, url in self._pools.items():
+        for name, url in self._databases.items():
             self._ledgers[name] = open_tenant_database(url)
             await self._ledgers[name].open()
-        for tenant in await self.hubs[0].tenant_services.tenants.everybody():
-            await self._ledgers[tenant.pool].create_account(tenant.tenant_id)
+        for tenant in await self.hubs[0].tenant_services.tenants.list_all():
+            await self._ledgers[tenant.database].create_account(tenant.tenant_id)
 
     async def end(self) -> None:
         for hub in self.hubs:
@@ -157,7 +157,7 @@ class Town:
             await ledger.close()
 
     async def _open_hub(self, place: int) -> None:
-        hub = Hub(self._make_store(self.clock), self.clock, self._pools, next(self._seeds), self.sent)
+        hub = Hub(self._make_store(self.clock), self.clock, self._databases, next(self._seeds), self.sent)
         await hub.__aenter__()
         for worker in WORKERS:
             await hub.worker(worker)
@@ -168,7 +168,7 @@ class Town:
         return self.hubs[0].real
 
     def book_of(self, tenant: TenantId) -> TenantDatabase:
-        return self._ledgers[list(self._pools)[self.tenants.index(tenant) % len(self._pools)]]
+        return self._ledgers[list(self._databases)[self.tenants.index(tenant) % len(self._databases)]]
 
     def hub(self, number: int) -> Hub:
         return self.hubs[number % len(self.hubs)]
@@ -313,7 +313,7 @@ class Town:
             await self.do(hub.engine.sweep())
 
     async def relay(self, hub: Hub, *, at_once: bool = True) -> None:
-        await hub.relay.look(at_once=at_once)
+        await hub.relay.run_once(at_once=at_once)
 
     async def reconcile(self, hub: Hub) -> None:
         await hub.tenant_services.reconciler.reconcile()

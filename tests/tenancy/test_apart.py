@@ -19,6 +19,7 @@ from comfyfleet.model.ids import DEFAULT_TENANT, JobId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.ledger import Account, GpuPrice, HoldId, Outcome, OutputPrice
 from comfyfleet.model.tenant import TenantState
+from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.database.port import OutboxEntry, PostingResult, RoundEnd, RoundEnded, TenantDatabase
 from comfyfleet.testing.time import ManualClock
@@ -36,7 +37,7 @@ async def fleet(clock: ManualClock, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 async def database(fleet: Fleet) -> TenantDatabase:
-    home = await fleet.tenant_services.homes.of(ACME)
+    home = await fleet.tenant_services.directory.locate(ACME)
     assert home is not None
     return home.database
 
@@ -233,12 +234,12 @@ async def test_nothing_is_taken_for_a_tenant_that_is_suspended_or_moving(
 
 async def test_lists_have_what_lies_apart_beside_what_does_not(fleet: Fleet) -> None:
     await fleet.tenant(granted=100)
-    await fleet.tenant(BORG, pool="second", price=None)
+    await fleet.tenant(BORG, database="second", price=None)
     jobs = [await fleet.submit(tenant, metadata={"of": tenant}) for tenant in (ACME, BORG, DEFAULT_TENANT)]
-    listed = await fleet.engine.store.records.listing(tenant=None, phase=None, limit=10, after=None)
+    listed = await fleet.engine.store.records.listing(RecordQuery(limit=10))
     assert [each.job_id for each in listed] == jobs
     assert [each.payload.metadata for each in listed] == [{"of": t} for t in (ACME, BORG, DEFAULT_TENANT)]
-    mine = await fleet.engine.store.records.listing(tenant=BORG, phase=Phase.QUEUED, limit=10, after=None)
+    mine = await fleet.engine.store.records.listing(RecordQuery(tenant=BORG, phase=Phase.QUEUED, limit=10))
     assert [each.job_id for each in mine] == [jobs[1]]
 
 
@@ -263,7 +264,7 @@ async def complete_and_die(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Job
     job_id = await fleet.submit()
     leased = await fleet.take()
     with monkeypatch.context() as patch:
-        patch.setattr(fleet.tenant_services.apart.settler, "settle", crash)
+        patch.setattr(fleet.tenant_services.ledger_store.settler, "settle", crash)
         with pytest.raises(Crash):
             await fleet.complete(leased)
     return job_id
@@ -276,10 +277,10 @@ async def test_a_job_that_a_crash_left_in_its_tenants_database_is_brought_into_t
     await fleet.worker()
     await submit_and_die(fleet, monkeypatch)
     assert (await fleet.engine.stats()).waiting == 0
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     await fleet.complete(await fleet.take())
     assert await fleet.account() == Account(ACME, 90)
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert (await fleet.engine.stats()).waiting == 0, "once"
     await fleet.check()
 
@@ -296,7 +297,7 @@ async def test_a_submit_is_answered_though_the_store_is_away_and_runs_when_it_is
     with monkeypatch.context() as patch:
         patch.setattr(fleet.central, "enqueue", away)
         await fleet.submit()
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     await fleet.complete(await fleet.take())
     await fleet.check()
 
@@ -309,7 +310,7 @@ async def test_an_end_that_a_crash_left_unsettled_is_settled_with_its_result(
     job_id = await complete_and_die(fleet, monkeypatch)
     assert await fleet.account() == Account(ACME, 100, held=10)
     assert [each.job_id for each in await fleet.central.unsettled(10)] == [job_id]
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert await fleet.account() == Account(ACME, 90)
     job = (await fleet.engine.get(job_id)).job
     assert job.result is not None and job.result.files
@@ -333,9 +334,9 @@ async def test_what_is_on_its_way_is_left_alone_at_the_first_look(
 ) -> None:
     await fleet.tenant(granted=100)
     await submit_and_die(fleet, monkeypatch)
-    await fleet.relay.look()
+    await fleet.relay.run_once()
     assert (await fleet.engine.stats()).waiting == 0
-    await fleet.relay.look()
+    await fleet.relay.run_once()
     assert (await fleet.engine.stats()).waiting == 1
 
 
@@ -347,7 +348,9 @@ async def test_a_round_that_is_over_in_its_tenants_database_is_not_leased(fleet:
     before = await fleet.central.load(job_id)
     assert before is not None
     ended = msgspec.structs.replace(before, phase=Phase.CANCELLED)
-    await fleet.tenant_services.apart.settler._end((await fleet.tenant_services.homes.of(ACME)), ended)  # type: ignore[arg-type]
+    location = await fleet.tenant_services.directory.locate(ACME)
+    assert location is not None
+    await fleet.tenant_services.ledger_store.settler._end(location, ended)
     assert await fleet.poll() is None
     assert (await fleet.engine.get(job_id)).dispatch.phase is Phase.CANCELLED
     assert await fleet.account() == Account(ACME, 100)
@@ -369,7 +372,7 @@ async def test_an_end_that_the_database_did_not_take_in_is_not_marked_as_settled
         patch.setattr(apart, "end_round", refuse, raising=False)
         await fleet.engine.cancel(job_id)
     assert [each.job_id for each in await fleet.central.unsettled(10)] == [job_id]
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert await fleet.account() == Account(ACME, 100)
     await fleet.check()
 
@@ -387,7 +390,7 @@ async def test_a_cancel_stands_whatever_the_tenants_database_says_to_its_settlem
     with monkeypatch.context() as patch:
         patch.setattr(apart, "end_round", refuse, raising=False)
         await fleet.engine.cancel(job_id)
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert await fleet.account() == Account(ACME, 100)
 
 
@@ -412,11 +415,11 @@ async def test_a_look_that_fails_leaves_nothing_running_behind_it(
     monkeypatch.setattr(fleet.central, "unsettled", away)
     monkeypatch.setattr(apart, "outbox", slowly)
     with pytest.raises(Fault, match="the store is away"):
-        await fleet.relay.look()
+        await fleet.relay.run_once()
     assert has_ended
 
 
-@pytest.mark.parametrize("error", [Fault("the pool is away"), RuntimeError("the disk is full")])
+@pytest.mark.parametrize("error", [Fault("the database is away"), RuntimeError("the disk is full")])
 async def test_a_job_in_the_queue_is_told_though_its_tenants_database_does_not_take_note(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -438,7 +441,7 @@ async def test_a_job_in_the_queue_is_told_though_its_tenants_database_does_not_t
         (other, FactKind.QUEUED),
     ]
     monkeypatch.undo()
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     for _ in range(2):
         await fleet.complete(await fleet.take())
     assert await fleet.account() == Account(ACME, 80)
@@ -462,6 +465,6 @@ async def test_an_end_that_cannot_be_settled_now_is_told(
     await fleet.complete(leased)
     assert [event.kind for event in heard if isinstance(event, Fact)] == [FactKind.COMPLETED]
     monkeypatch.undo()
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert await fleet.account() == Account(ACME, 90)
     await fleet.check()

@@ -24,8 +24,8 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def town(tmp_path: Path) -> AsyncIterator[Town]:
-    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
-    town = Town(SharedMemory().opened, pools, 1)
+    databases = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    town = Town(SharedMemory().opened, databases, 1)
     await town.begin()
     await town.grant(paying(town), 100)
     yield town

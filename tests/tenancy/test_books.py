@@ -281,6 +281,6 @@ def days_of(url: str) -> Iterator[type[Day]]:
 def test_every_invariant_holds_after_every_step_of_any_day(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    url = f"sqlite:///{tmp_path / 'pool.db'}" if kind == "sqlite" else tenant_schema(request.config)
+    url = f"sqlite:///{tmp_path / 'tenants.db'}" if kind == "sqlite" else tenant_schema(request.config)
     with days_of(url) as day:
         run_state_machine_as_test(day, settings=settings(max_examples=examples(30), stateful_step_count=25))

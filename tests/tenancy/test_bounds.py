@@ -49,29 +49,29 @@ class Watched:
 async def test_of_two_hubs_one_compares_the_store_with_the_databases_each_minute(tmp_path: Path) -> None:
     clock, opened = ManualClock(), list[Watched]()
     store = SharedStore(clock)
-    pools = {"first": f"sqlite:///{tmp_path}/first.db"}
+    databases = {"first": f"sqlite:///{tmp_path}/first.db"}
 
     def opening(url: str) -> TenantDatabase:
         opened.append(Watched(open_tenant_database(url)))
         return cast(TenantDatabase, opened[-1])
 
     async with (
-        Fleet(store, clock, pools, open_database=opening) as one,
-        Fleet(store, clock, pools, open_database=opening, seed=1) as other,
+        Fleet(store, clock, databases, open_database=opening) as one,
+        Fleet(store, clock, databases, open_database=opening, seed=1) as other,
     ):
         await one.tenant(granted=100)
         await other.submit()
         for minute in (1, 2, 3):
-            await one.tenant_services.reconciler.take_turn()
-            await other.tenant_services.reconciler.take_turn()
+            await one.tenant_services.reconciler.reconcile_if_due()
+            await other.tenant_services.reconciler.reconcile_if_due()
             assert sum(each.compared for each in opened) == minute
             await clock.advance(reconciler.EVERY_S)
         # A hub that died in the middle is replaced by another.
         assert await claim(store.documents, clock, reconciler.CLAIM) is not None
-        await other.tenant_services.reconciler.take_turn()
+        await other.tenant_services.reconciler.reconcile_if_due()
         assert sum(each.compared for each in opened) == 3
         await clock.advance(reconciler.EVERY_S)
-        await other.tenant_services.reconciler.take_turn()
+        await other.tenant_services.reconciler.reconcile_if_due()
         assert sum(each.compared for each in opened) == 4
 
 
@@ -84,12 +84,12 @@ async def test_a_look_at_unsettled_ends_is_bounded_and_the_next_one_goes_on(
     async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
         await fleet.tenant(granted=1000)
         jobs = [await fleet.submit() for _ in range(11)]
-        settle, asked = fleet.tenant_services.apart.settler.settle, list[JobId]()
+        settle, asked = fleet.tenant_services.ledger_store.settler.settle, list[JobId]()
 
         async def away(_: Dispatch) -> None:
             raise Fault("the database is away")
 
-        monkeypatch.setattr(fleet.tenant_services.apart.settler, "settle", away)
+        monkeypatch.setattr(fleet.tenant_services.ledger_store.settler, "settle", away)
         for job_id in jobs:
             await fleet.engine.cancel(job_id)
         read, pages = fleet.central.unsettled, list[int]()
@@ -103,31 +103,31 @@ async def test_a_look_at_unsettled_ends_is_bounded_and_the_next_one_goes_on(
             await settle(dispatch)
 
         monkeypatch.setattr(fleet.central, "unsettled", counted)
-        await fleet.relay.look()
+        await fleet.relay.run_once()
         assert len(pages) == 2, "however many there are"
-        monkeypatch.setattr(fleet.tenant_services.apart.settler, "settle", noted)
+        monkeypatch.setattr(fleet.tenant_services.ledger_store.settler, "settle", noted)
         for _ in range(12):
-            await fleet.relay.look()
+            await fleet.relay.run_once()
         assert sorted(asked) == sorted(jobs), "each once, and none is forgotten"
         await fleet.check()
 
 
 async def test_the_dead_letter_is_listed_while_one_database_is_away(tmp_path: Path) -> None:
     clock, opened = ManualClock(), dict[str, Watched]()
-    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    databases = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
 
     def opening(url: str) -> TenantDatabase:
         opened[url] = Watched(open_tenant_database(url))
         return cast(TenantDatabase, opened[url])
 
-    async with Fleet(MemoryStore(clock), clock, pools, open_database=opening) as fleet:
+    async with Fleet(MemoryStore(clock), clock, databases, open_database=opening) as fleet:
         await fleet.tenant(ACME, granted=100)
-        await fleet.tenant(BORG, granted=100, pool="second")
+        await fleet.tenant(BORG, granted=100, database="second")
         await fleet.worker()
         for tenant in (ACME, BORG):
             await fleet.submit(tenant)
             await fleet.fail(await fleet.take())
-        opened[pools["first"]].is_away = True
+        opened[databases["first"]].is_away = True
         dead = await fleet.engine.dead_letter()
         jobs = await records_of(fleet.engine.store.records, [each.job_id for each in dead])
         assert [job.phase for job in jobs] == [Phase.FAILED, Phase.FAILED]
@@ -168,7 +168,7 @@ async def test_few_tenants_are_seen_to_at_a_time_and_each_has_its_turn(
             cast(Any, relocation),
             unused,
             unused,
-            FairShareSync(fleet.central.shares),
+            FairShareSync(fleet.central.fair_share),
             unused,
             look_s=0.01,
         )

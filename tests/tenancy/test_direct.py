@@ -47,8 +47,8 @@ def store_url(url: str) -> str:
 
 @pytest.fixture
 async def fleet(store_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
-    pools = {"first": f"sqlite:///{tmp_path}/first.db"}
-    async with Fleet(RedisStore(store_url), SystemClock(), pools) as fleet:
+    databases = {"first": f"sqlite:///{tmp_path}/first.db"}
+    async with Fleet(RedisStore(store_url), SystemClock(), databases) as fleet:
         yield fleet
 
 
@@ -74,9 +74,9 @@ async def test_a_job_of_a_tenant_that_allows_it_is_run_by_a_direct_worker_and_se
     left = JobResult({"2": {}}, (OutputFile("2", "images", "x.png"),))
     await direct.complete(Completion(job.ref, left, 1.0))
     assert await fleet.account() == Account(ACME, 100, held=10), "such a worker has no way to the book"
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert await fleet.account() == Account(ACME, 90)
-    home = await fleet.tenant_services.homes.of(ACME)
+    home = await fleet.tenant_services.directory.locate(ACME)
     assert home is not None
     (run,) = await home.database.runs(ACME, after=0, limit=10)
     assert (run.verified_by, run.worker_id, run.outputs) == ("worker", WORKER, 1)
@@ -119,7 +119,7 @@ async def test_what_a_direct_worker_says_of_a_failure_goes_to_the_tenants_databa
         await direct.fail(FailureReport(job.ref, said(kind)))
         assert SECRET.encode() not in await in_redis(store_url)
         assert (await fleet.engine.get(job_id)).job.failure == said(kind), "seen before a hub came to it"
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert await fleet.central.documents.listing(COLLECTION) == [], "nothing waits in the central store"
     assert await fleet.account() == Account(ACME, 100), "and the round is settled"
     view = await fleet.engine.get(job_id)
@@ -129,7 +129,7 @@ async def test_what_a_direct_worker_says_of_a_failure_goes_to_the_tenants_databa
     facts = await fleet.engine.store.facts(job_id)
     telling = [fact for fact in facts if fact.kind in (FactKind.RETRYING, FactKind.FAILED)]
     assert [fact.data and fact.data["message"] for fact in telling] == [each.message for each in told]
-    home = await fleet.tenant_services.homes.of(ACME)
+    home = await fleet.tenant_services.directory.locate(ACME)
     assert home is not None
     kept = await home.database.get(job_id)
     assert kept is not None and kept.failure == told[1]
@@ -160,7 +160,7 @@ async def test_of_a_tenant_that_was_deleted_nothing_that_was_said_stays(fleet: F
     await direct.fail(FailureReport(job.ref, said(FailureKind.INTERRUPTED)))
     assert len(await fleet.central.documents.listing(COLLECTION)) == 1
     await fleet.tenant_services.tenants.remove(ACME)
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert await fleet.central.documents.listing(COLLECTION) == []
 
 
@@ -173,7 +173,7 @@ async def test_a_document_that_nobody_can_read_keeps_no_other_text_waiting(
     assert job is not None
     await direct.fail(FailureReport(job.ref, said(FailureKind.INTERRUPTED)))
     await fleet.central.documents.put(COLLECTION, "0", b"of a newer version", version=None)
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert [each.name for each in await fleet.central.documents.listing(COLLECTION)] == ["0"]
     assert (await fleet.engine.get(job_id)).job.failure == said(FailureKind.INTERRUPTED)
 

@@ -28,19 +28,19 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     clock = ManualClock()
     async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
         await fleet.tenant(ACME, granted=1000)
-        await fleet.tenant(BORG, granted=1000, pool="second")
+        await fleet.tenant(BORG, granted=1000, database="second")
         await fleet.worker(slots=4 * BATCH)
         yield fleet
 
 
 def answers_by(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Work], Any]) -> None:
-    """The first pool's database does so from now on."""
-    ask = fleet.tenant_services.pools.watched
+    """The first database does so from now on."""
+    ask = fleet.tenant_services.databases.watched
 
     async def watched(name: str, work: Work) -> Any:
         return await (ask(name, work) if name != "first" else answer(work))
 
-    monkeypatch.setattr(fleet.tenant_services.pools, "watched", watched)
+    monkeypatch.setattr(fleet.tenant_services.databases, "watched", watched)
 
 
 def clock_of(fleet: Fleet) -> ManualClock:

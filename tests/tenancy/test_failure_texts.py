@@ -19,6 +19,7 @@ from comfyfleet.model.fact import Event, Fact, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.tenant import TenantState
+from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.tenancy.claims import claim
 from comfyfleet.tenancy.relocation import TenantRelocation
@@ -95,13 +96,13 @@ async def test_callers_see_all_of_it_in_the_job_its_attempts_and_its_facts(fleet
     assert all(fact.data and fact.data["node_id"] == "3" for fact in telling)
     assert [each for each in heard if isinstance(each, Fact) and each in telling] == telling
     assert "Mathilde" in (await fleet.engine.explain(job_id)).summary
-    page = await fleet.engine.store.records.listing(tenant=ACME, phase=Phase.FAILED, limit=9, after=None)
+    page = await fleet.engine.store.records.listing(RecordQuery(tenant=ACME, phase=Phase.FAILED, limit=9))
     assert [job.failure for job in page] == [said()]
 
 
 async def test_the_tenants_record_is_whole_for_when_the_store_has_forgotten_the_job(fleet: Fleet) -> None:
     job_id, _ = await failed_twice(fleet)
-    home = await fleet.tenant_services.homes.of(ACME)
+    home = await fleet.tenant_services.directory.locate(ACME)
     assert home is not None
     kept = await home.database.get(job_id)
     assert kept is not None and kept.failure == said()
@@ -119,7 +120,7 @@ async def test_what_was_said_of_a_job_that_waits_for_its_next_attempt_is_seen_to
 
 async def test_what_was_said_goes_with_the_job_when_it_is_forgotten(fleet: Fleet, clock: ManualClock) -> None:
     job_id, _ = await failed_twice(fleet)
-    home = await fleet.tenant_services.homes.of(ACME)
+    home = await fleet.tenant_services.directory.locate(ACME)
     assert home is not None
     assert len(await home.database.failures_of([job_id])) == 2
     assert await home.database.forget_jobs([job_id], clock.now() + 1) == 1
@@ -132,8 +133,8 @@ async def test_a_hub_that_missed_a_move_keeps_what_was_said_where_the_tenant_is_
 ) -> None:
     clock = ManualClock()
     store = SharedStore(clock)
-    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
-    async with Fleet(store, clock, pools) as relocation, Fleet(store, clock, pools, seed=1) as stale:
+    databases = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with Fleet(store, clock, databases) as relocation, Fleet(store, clock, databases, seed=1) as stale:
         await stale.tenant(granted=100)
         await stale.worker()
         job_id = await stale.submit()
@@ -148,8 +149,8 @@ async def test_a_hub_that_missed_a_move_keeps_what_was_said_where_the_tenant_is_
         for each in (relocation, stale):
             failure = (await each.engine.get(job_id)).job.failure
             assert failure == said(FailureKind.INVALID_WORKFLOW)
-        home = await relocation.tenant_services.homes.of(ACME)
-        assert home is not None and home.tenant.pool == "second"
+        home = await relocation.tenant_services.directory.locate(ACME)
+        assert home is not None and home.tenant.database == "second"
         assert len(await home.database.failures_of([job_id])) == 1
 
 
@@ -157,7 +158,7 @@ async def test_what_was_said_moves_with_the_tenant(fleet: Fleet, clock: ManualCl
     job_id, _ = await failed_twice(fleet)
     before = await fleet.engine.get(job_id)
     await _moved(fleet, clock)
-    assert (await fleet.tenant_services.tenants.newest(ACME)).pool == "second"  # type: ignore[union-attr]
+    assert (await fleet.tenant_services.tenants.get_uncached(ACME)).database == "second"  # type: ignore[union-attr]
     assert await fleet.engine.get(job_id) == before
 
 
@@ -174,6 +175,10 @@ async def _moved(fleet: Fleet, clock: ManualClock, *, is_tidied: bool = True) ->
     )
     mine = await claim(fleet.central.documents, clock, ACME)
     assert mine is not None
-    moved = await TenantRelocation(tenant_services.tenants, tenant_services.pools, at_once).move(begun, mine)
+    moved = await TenantRelocation(tenant_services.tenants, tenant_services.databases, at_once).move(
+        begun, mine
+    )
     if is_tidied:
-        await TenantRelocation(tenant_services.tenants, tenant_services.pools, at_once).tidy(moved, mine)
+        await TenantRelocation(tenant_services.tenants, tenant_services.databases, at_once).clean_up(
+            moved, mine
+        )

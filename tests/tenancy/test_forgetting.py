@@ -34,7 +34,7 @@ async def fleet(clock: ManualClock, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 async def database(fleet: Fleet) -> TenantDatabase:
-    home = await fleet.tenant_services.homes.of(ACME)
+    home = await fleet.tenant_services.directory.locate(ACME)
     assert home is not None
     return home.database
 
@@ -60,17 +60,17 @@ async def test_jobs_go_by_their_phase_when_the_store_has_forgotten_them(
     ended = await three_ends(fleet)
     waiting = await fleet.submit()
     await clock.advance(1.1 * DAY_S)
-    await fleet.tenant_services.forgetting.tidy()
+    await fleet.tenant_services.retention.clean_up()
     assert len(await kept(fleet, ended)) == 3, "the store still has them"
     await fleet.engine.sweep()
-    await fleet.tenant_services.forgetting.tidy()
+    await fleet.tenant_services.retention.clean_up()
     assert await kept(fleet, ended) == {Phase.FAILED}
     assert await (await database(fleet)).by_reference(ACME, "mine") is None
     again = await fleet.submit(reference="mine")
     assert again != ended[Phase.COMPLETED], "a reference is good for another job then"
     await clock.advance(6 * DAY_S)
     await fleet.engine.sweep()
-    await fleet.tenant_services.forgetting.tidy()
+    await fleet.tenant_services.retention.clean_up()
     assert await kept(fleet, ended) == set()
     assert await (await database(fleet)).get(waiting) is not None
     assert await fleet.account() == Account(ACME, 90, held=20)
@@ -81,13 +81,13 @@ async def test_a_job_that_the_store_still_has_stays(fleet: Fleet, clock: ManualC
     ended = await three_ends(fleet)
     # Nobody sweeps: the engine's own time is longer than this.
     short = Retention(completed_days=1 / 24, cancelled_days=1 / 24, failed_days=1 / 24)
-    forgetting = TenantRetention(fleet.central, fleet.tenant_services.homes, short)
+    forgetting = TenantRetention(fleet.central, fleet.tenant_services.directory, short)
     await clock.advance(7200)
-    await forgetting.tidy()
+    await forgetting.clean_up()
     assert len(await kept(fleet, ended)) == 3
     for phase in ended:
         assert await fleet.central.purge(phase, clock.now(), 10) == 1
-    await forgetting.tidy()
+    await forgetting.clean_up()
     assert await kept(fleet, ended) == set()
 
 
@@ -97,10 +97,10 @@ async def test_nothing_goes_while_the_book_of_its_tenant_is_closed(fleet: Fleet,
     await fleet.engine.sweep()
     there = await database(fleet)
     assert await there.freeze_account(ACME, 1)
-    await fleet.tenant_services.forgetting.tidy()
+    await fleet.tenant_services.retention.clean_up()
     assert len(await kept(fleet, ended)) == 3
     assert await there.unfreeze_account(ACME, 1)
-    await fleet.tenant_services.forgetting.tidy()
+    await fleet.tenant_services.retention.clean_up()
     assert await kept(fleet, ended) == set()
 
 
@@ -111,18 +111,18 @@ async def test_events_that_were_taken_in_go_and_settle_nothing_twice(
     await clock.advance(29 * DAY_S)
     assert await (await database(fleet)).forget_events(clock.now() - 30 * DAY_S, 10) == 0
     await clock.advance(1.1 * DAY_S)
-    await fleet.tenant_services.forgetting.tidy()
+    await fleet.tenant_services.retention.clean_up()
     assert await (await database(fleet)).forget_events(clock.now(), 10) == 0, "they are gone"
     await fleet.check()
 
 
-async def test_a_pool_that_is_away_keeps_no_other_full(
+async def test_a_database_that_is_away_keeps_no_other_full(
     fleet: Fleet, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await fleet.tenant_services.tenants.create(Tenant(BORG, "nowhere", clock.now()))
     ended = await three_ends(fleet)
     await clock.advance(8 * DAY_S)
     await fleet.engine.sweep()
-    await fleet.tenant_services.forgetting.tidy()
+    await fleet.tenant_services.retention.clean_up()
     assert await kept(fleet, ended) == set()
     assert "cannot delete old jobs and events in database nowhere, will retry" in caplog.text

@@ -23,10 +23,10 @@ async def test_a_job_whose_database_is_away_is_given_back_once_and_leased_when_i
     clock = ManualClock()
     async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
         await fleet.tenant(granted=100)
-        await fleet.tenant(BORG, granted=100, pool="second")
+        await fleet.tenant(BORG, granted=100, database="second")
         await fleet.worker()
         theirs = await fleet.submit()
-        home = await fleet.tenant_services.homes.of(ACME)
+        home = await fleet.tenant_services.directory.locate(ACME)
         assert home is not None
         looks = 0
 
@@ -57,18 +57,18 @@ async def test_a_moment_never_shortens_what_another_hub_has_said(
         await fleet.tenant(granted=100)
         await fleet.worker()
         await fleet.submit()
-        home = await fleet.tenant_services.homes.of(ACME)
+        home = await fleet.tenant_services.directory.locate(ACME)
         assert home is not None
 
         async def suspended_meanwhile(*_: object) -> None:
             elsewhere = Tenants(fleet.central.documents, clock, is_shared=True)
             there = await elsewhere.change(ACME, policy.suspended)
-            await FairShareSync(fleet.central.shares).keep(there)
+            await FairShareSync(fleet.central.fair_share).put(there)
             raise Fault("the database is away")
 
         monkeypatch.setattr(home.database, "leasable", suspended_meanwhile)
         assert await fleet.poll() is None
-        assert await fleet.central.shares.terms() == [TenantTerms(ACME, held_until=float("inf"))]
+        assert await fleet.central.fair_share.terms() == [TenantTerms(ACME, held_until=float("inf"))]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ async def test_what_is_asked_for_while_the_database_is_looked_at_is_not_forgotte
         await fleet.tenant(granted=100)
         await fleet.worker()
         job_id = await fleet.submit()
-        home = await fleet.tenant_services.homes.of(ACME)
+        home = await fleet.tenant_services.directory.locate(ACME)
         assert home is not None
 
         async def away(*_: object) -> None:

@@ -11,7 +11,7 @@ from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._tenant_services import ACME, BORG, Fleet, one_fleet
 
-from comfyfleet.engine.admission import OpenAdmission
+from comfyfleet.engine.context import OpenAdmission
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureKind
@@ -46,10 +46,12 @@ async def changed(fleet: Fleet, **terms: Any) -> None:
     assert tenant.judged_number < tenant.terms_number
     mine = await claim(fleet.central.documents, clock, ACME)
     assert mine is not None
-    judge = TermsReview(fleet.central, tenant_services.tenants, fleet.engine.judge.judge_again, clock.advance)
-    tenant = await judge.judge(tenant, mine)
+    judge = TermsReview(
+        fleet.central, tenant_services.tenants, fleet.engine.waiting_job_review.reapply_terms, clock.advance
+    )
+    tenant = await judge.review(tenant, mine)
     assert tenant.judged_number == tenant.terms_number
-    await mine.give_back()
+    await mine.release()
 
 
 async def now(fleet: Fleet, job_id: JobId) -> Dispatch:
@@ -107,7 +109,7 @@ async def test_what_runs_goes_on_and_comes_back_with_the_priority_of_the_new_ter
 
 async def test_what_is_sent_late_comes_with_the_priority_of_the_terms_as_they_are_then(fleet: Fleet) -> None:
     job_id = await fleet.submit(priority=50)
-    home = await fleet.tenant_services.homes.of(ACME)
+    home = await fleet.tenant_services.directory.locate(ACME)
     assert home is not None
     (entry,) = await home.database.outbox(is_sent=True, after=None, limit=9)
     await fleet.tenant_services.tenants.change(
@@ -115,13 +117,13 @@ async def test_what_is_sent_late_comes_with_the_priority_of_the_terms_as_they_ar
     )
     job = await home.database.get(job_id)
     assert job is not None
-    tenant = await fleet.tenant_services.tenants.newest(ACME)
+    tenant = await fleet.tenant_services.tenants.get_uncached(ACME)
 
     class Gate:
         async def terms(self, _: Any) -> Any:
             return tenant
 
-    fleet.engine.judged_by(Gate())  # type: ignore[arg-type]
+    fleet.engine.set_admission_control(Gate())  # type: ignore[arg-type]
     written: list[Dispatch] = []
 
     async def write(dispatch: Dispatch) -> None:
@@ -141,8 +143,8 @@ async def test_a_change_that_concerns_no_waiting_job_asks_for_no_look(fleet: Fle
 async def test_jobs_of_another_hub_are_judged_too(tmp_path: Path) -> None:
     clock = ManualClock()
     store = SharedStore(clock)
-    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
-    async with Fleet(store, clock, pools) as one, Fleet(store, clock, pools, seed=1) as other:
+    databases = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with Fleet(store, clock, databases) as one, Fleet(store, clock, databases, seed=1) as other:
         await one.tenant(granted=100)
         job_id = await other.submit(priority=50)
         await changed(one, caps=TenantCaps(max_priority=10), location=LocationNeed("eu"))
@@ -157,7 +159,7 @@ class _Newest(OpenAdmission):
         self._tenants = fleet.tenant_services.tenants
 
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
-        return await self._tenants.newest(tenant_id)
+        return await self._tenants.get_uncached(tenant_id)
 
 
 async def _is_away(*_: object) -> None:
@@ -166,13 +168,13 @@ async def _is_away(*_: object) -> None:
 
 async def test_a_round_that_is_sent_late_and_may_not_run_any_more_fails_and_is_refunded(fleet: Fleet) -> None:
     await fleet.worker()
-    fleet.engine.judged_by(_Newest(fleet))
+    fleet.engine.set_admission_control(_Newest(fleet))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet.central, "enqueue", _is_away)
         denied, also_denied = await fleet.submit(), await fleet.submit(priority=-1)
     assert await fleet.central.load(denied) is None, "it waits in its tenant's database alone"
     await changed(fleet, caps=TenantCaps(max_nodes=1))
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     for job_id in (denied, also_denied):
         job = (await fleet.engine.get(job_id)).job
         assert job.phase is Phase.FAILED and job.failure is not None
@@ -189,13 +191,13 @@ async def test_a_round_that_is_sent_late_and_whose_hub_died_before_it_was_judged
         raise Fault("this hub is gone")
 
     await fleet.worker()
-    fleet.engine.judged_by(_Newest(fleet))
+    fleet.engine.set_admission_control(_Newest(fleet))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet.central, "enqueue", _is_away)
         job_id = await fleet.submit()
     await changed(fleet, caps=TenantCaps(max_nodes=1))
-    monkeypatch.setattr(fleet.engine.judge, "judge_again", dies)
-    await fleet.relay.look(at_once=True)
+    monkeypatch.setattr(fleet.engine.waiting_job_review, "reapply_terms", dies)
+    await fleet.relay.run_once(at_once=True)
     assert await fleet.poll() is None, "it is in the queue and nobody gets it"
     assert isinstance(fleet.clock, ManualClock)
     await fleet.clock.advance(61)

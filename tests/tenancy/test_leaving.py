@@ -39,7 +39,7 @@ class Site:
         self.deadline = Deadline()
         self.store = MemoryStore(self.clock)
         urls = {name: f"sqlite:///{folder}/{name}.db" for name in ("first", "second")}
-        self.pools = TenantDatabases(
+        self.databases = TenantDatabases(
             urls,
             self.clock,
             lambda url: cast(TenantDatabase, Mortal(open_tenant_database(url), self.deadline)),
@@ -52,11 +52,11 @@ class Site:
         self.erased: list[TenantId] = []
         self.deletion = TenantDeletion(
             self.store,
-            TenantDirectory(self.tenants, self.pools),
+            TenantDirectory(self.tenants, self.databases),
             self.keys,
             self.webhooks,
             self.deliveries,
-            TenantResources(cancel=self.cancel, erase_files=self.erase_files, shred=self.shred),
+            TenantResources(cancel=self.cancel, erase_files=self.erase_files, crypto_shred=self.shred),
             self.clock.advance,
         )
 
@@ -71,7 +71,7 @@ class Site:
 
     async def settle(self) -> LedgerDriver:
         """Two tenants who have something of everything, and no open job."""
-        database = await self.pools.get("first")
+        database = await self.databases.get("first")
         driver = await fill(database)
         for hold in await database.open_holds(10.0, 100):
             await driver.database.end_round(driver.ending(hold, Phase.CANCELLED))
@@ -91,11 +91,11 @@ class Site:
         return driver
 
     async def leave(self) -> None:
-        tenant = await self.tenants.newest(ACME)
+        tenant = await self.tenants.get_uncached(ACME)
         assert tenant is not None and tenant.state is TenantState.LEAVING
         mine = await claim(self.store.documents, self.clock, ACME)
         assert mine is not None
-        await self.deletion.leave(tenant, mine)
+        await self.deletion.delete(tenant, mine)
         await self.deletion.forget(ACME)
 
     async def documents(self) -> dict[str, int]:
@@ -107,7 +107,7 @@ class Site:
 
 
 def going(tenant: Tenant) -> Tenant:
-    return policy.leaving(tenant, tenant.tenant_id)
+    return policy.start_deletion(tenant, tenant.tenant_id)
 
 
 async def test_everything_of_a_tenant_goes_whoever_dies_on_the_way(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ async def test_everything_of_a_tenant_goes_whoever_dies_on_the_way(tmp_path: Pat
         folder.mkdir()
         site = Site(folder)
         await site.settle()
-        neighbour = await everything(await site.pools.get("first"), BORG)
+        neighbour = await everything(await site.databases.get("first"), BORG)
         await site.tenants.change(ACME, going)
         site.deadline.left = steps
         try:
@@ -126,11 +126,11 @@ async def test_everything_of_a_tenant_goes_whoever_dies_on_the_way(tmp_path: Pat
             is_over = False
             site.deadline.left = None
             await site.clock.advance(CLAIM_S)
-            if await site.tenants.newest(ACME) is not None:
+            if await site.tenants.get_uncached(ACME) is not None:
                 await site.leave()
         site.deadline.left = None
-        database = await site.pools.get("first")
-        assert await site.tenants.newest(ACME) is None
+        database = await site.databases.get("first")
+        assert await site.tenants.get_uncached(ACME) is None
         assert not any((await everything(database)).values())
         assert await everything(database, BORG) == neighbour
         await LedgerDriver(database).check(BORG)
@@ -147,7 +147,7 @@ async def test_everything_of_a_tenant_goes_whoever_dies_on_the_way(tmp_path: Pat
         )
         with pytest.raises(AccountFrozen):
             await LedgerDriver(database, "late").submit(0)
-        await site.pools.close()
+        await site.databases.close()
         if is_over:
             assert steps > 20
             return
@@ -159,7 +159,7 @@ async def test_a_tenant_of_the_same_name_begins_anew(tmp_path: Path) -> None:
     await site.settle()
     await site.tenants.change(ACME, going)
     await site.leave()
-    database = await site.pools.get("first")
+    database = await site.databases.get("first")
     await database.create_account(ACME)
     driver = LedgerDriver(database, "new")
     assert (await database.account(ACME)).balance == 0
@@ -168,7 +168,7 @@ async def test_a_tenant_of_the_same_name_begins_anew(tmp_path: Path) -> None:
     await driver.check()
     assert [each.number for each in await database.statement(ACME, after=0, limit=9)] == [1, 2]
     assert (await site.documents()).get(COLLECTION) is None
-    await site.pools.close()
+    await site.databases.close()
 
 
 async def test_open_jobs_are_waited_for_and_what_cannot_end_now_is_gone_on_with_later(tmp_path: Path) -> None:
@@ -182,20 +182,20 @@ async def test_open_jobs_are_waited_for_and_what_cannot_end_now_is_gone_on_with_
     await driver.end(hold, Phase.CANCELLED)
     await site.clock.advance(CLAIM_S)
     await site.leave()
-    assert await site.tenants.newest(ACME) is None
-    await site.pools.close()
+    assert await site.tenants.get_uncached(ACME) is None
+    await site.databases.close()
 
 
-async def test_a_tenant_that_is_deleted_on_its_way_to_another_pool_can_still_settle_its_jobs(
+async def test_a_tenant_that_is_deleted_on_its_way_to_another_database_can_still_settle_its_jobs(
     tmp_path: Path,
 ) -> None:
     """Whoever moved it has closed its book, and an open job is refunded in a book that is open."""
     site = Site(tmp_path)
     driver = await site.settle()
     hold = await driver.submit(1)
-    await site.tenants.change(ACME, lambda tenant: policy.moving(tenant, "second", 2.0))
-    for pool in ("first", "second"):
-        assert await (await site.pools.get(pool)).freeze_account(ACME, 1)
+    await site.tenants.change(ACME, lambda tenant: policy.start_move(tenant, "second", 2.0))
+    for name in ("first", "second"):
+        assert await (await site.databases.get(name)).freeze_account(ACME, 1)
     await site.tenants.change(ACME, going)
     refunded: list[PostingResult] = []
 
@@ -209,15 +209,15 @@ async def test_a_tenant_that_is_deleted_on_its_way_to_another_pool_can_still_set
     site.deletion._sleep = relay
     await site.leave()
     assert refunded == [PostingResult.DONE]
-    assert await site.tenants.newest(ACME) is None
-    for pool in ("first", "second"):
-        database = await site.pools.get(pool)
+    assert await site.tenants.get_uncached(ACME) is None
+    for name in ("first", "second"):
+        database = await site.databases.get(name)
         assert not any((await everything(database)).values())
         assert await database.fence_of(ACME) is not None, "nothing that comes late is written there"
-    await site.pools.close()
+    await site.databases.close()
 
 
 def test_without_its_name_said_again_nothing_is_deleted() -> None:
     for confirm in (None, "", "borg"):
         with pytest.raises(Refusal, match="confirm=acme"):
-            policy.leaving(Tenant(ACME, "first", 1.0), confirm)
+            policy.start_deletion(Tenant(ACME, "first", 1.0), confirm)

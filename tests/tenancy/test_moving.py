@@ -1,4 +1,4 @@
-"""A tenant moves to another pool whole or not at all, whoever dies at which step; SQLite and PostgreSQL, both ways."""
+"""A tenant moves to another database whole or not at all, whoever dies when; SQLite and PostgreSQL, both ways."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from comfyfleet.model.ledger import RunEntry
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy import accounting
 from comfyfleet.policy import tenants as policy
+from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.memory import MemoryStore
@@ -45,7 +46,7 @@ from comfyfleet.testing.time import ManualClock
 
 
 class Site:
-    """Two pools, and a hub that moves tenants between them."""
+    """Two databases, and a hub that moves tenants between them."""
 
     def __init__(
         self, urls: dict[str, str], open_database: Callable[[str], TenantDatabase] = open_tenant_database
@@ -53,37 +54,37 @@ class Site:
         self.clock = ManualClock()
         self.deadline = Deadline()
         self.documents = MemoryStore(self.clock).documents
-        self.pools = TenantDatabases(
+        self.databases = TenantDatabases(
             urls,
             self.clock,
             lambda url: cast(TenantDatabase, Mortal(open_database(url), self.deadline)),
         )
         mortal = cast(Any, Mortal(self.documents, self.deadline))
         self.tenants = Tenants(mortal, self.clock, is_shared=True)
-        self.relocation = TenantRelocation(self.tenants, self.pools, self.clock.advance)
+        self.relocation = TenantRelocation(self.tenants, self.databases, self.clock.advance)
 
     async def database(self, name: str) -> TenantDatabase:
-        return await self.pools.get(name)
+        return await self.databases.get(name)
 
     async def claimed(self, tenant: TenantId = ACME) -> Claim:
         found = await claim(self.documents, self.clock, tenant)
         assert found is not None
         return found
 
-    async def begin(self, pool: str = "second") -> Tenant:
+    async def begin(self, database: str = "second") -> Tenant:
         now = self.clock.now()
-        return await self.tenants.change(ACME, lambda tenant: policy.moving(tenant, pool, now))
+        return await self.tenants.change(ACME, lambda tenant: policy.start_move(tenant, database, now))
 
     async def go_on(self) -> Tenant:
         """As a hub does that finds the tenant on its way."""
         mine = await self.claimed()
-        tenant = await self.tenants.newest(ACME)
+        tenant = await self.tenants.get_uncached(ACME)
         assert tenant is not None
         if tenant.state is TenantState.MOVING:
             tenant = await self.relocation.move(tenant, mine)
         if tenant.moved_from is not None:
-            tenant = await self.relocation.tidy(tenant, mine)
-        await mine.give_back()
+            tenant = await self.relocation.clean_up(tenant, mine)
+        await mine.release()
         return tenant
 
 
@@ -97,7 +98,7 @@ async def site(
     try:
         yield made
     finally:
-        await made.pools.close()
+        await made.databases.close()
 
 
 async def fill(database: TenantDatabase) -> LedgerDriver:
@@ -119,7 +120,7 @@ async def fill(database: TenantDatabase) -> LedgerDriver:
         await database.mark_sent(running.hold_id)
         await database.stage(running.hold_id, "attempt/1", JobResult({"1": {}}), 4.0)
         said = FailureText(Failure(FailureKind.NODE_ERROR, "it broke"), {"message": "it broke"})
-        await database.keep_failure(running.hold_id, "attempt/0", said, 4.0)
+        await database.save_failure(running.hold_id, "attempt/0", said, 4.0)
         for number in range(3):
             pending = accounting.grant(f"pending {number}", tenant, 5, 1.0, is_pending=True)
             await database.grant(pending, None)
@@ -155,7 +156,7 @@ async def test_a_tenant_moves_with_everything_of_its_own_and_goes_on_there(urls:
         ledger = await first.ledger(ACME)
         await here.begin()
         moved = await here.go_on()
-        assert (moved.pool, moved.state, moved.moving_to, moved.moved_from) == (
+        assert (moved.database, moved.state, moved.moving_to, moved.moved_from) == (
             "second",
             "active",
             None,
@@ -179,7 +180,7 @@ async def test_a_tenant_moves_with_everything_of_its_own_and_goes_on_there(urls:
         with pytest.raises(AccountFrozen):
             await first.documents(ACME).put("files", "late", b"", version=0)
         await here.begin("first")
-        assert (await here.go_on()).pool == "first"
+        assert (await here.go_on()).database == "first"
         await LedgerDriver(first).check()
         await LedgerDriver(first, "again").submit(0)
 
@@ -213,7 +214,7 @@ async def killed_again_and_again(here: Site, is_before: bool, stride: int) -> in
         here.deadline.left = None
         await here.clock.advance(CLAIM_S)
         moved = await here.go_on()
-        assert (moved.pool, moved.state, moved.moved_from) == (target, "active", None), steps
+        assert (moved.database, moved.state, moved.moved_from) == (target, "active", None), steps
         assert await everything(await here.database(target)) == before, steps
         left = await everything(await here.database(source))
         assert not any(left.values()), steps
@@ -227,13 +228,13 @@ async def test_what_is_sealed_moves_as_it_is_and_opens_there(urls: Urls) -> None
     async with site(urls, lambda url: encrypted_database(open_tenant_database(url), keyring)) as here:
         await fill(await here.database("first"))
         source, target = await here.database("first"), await here.database("second")
-        jobs = await source.listing(tenant=ACME, phase=None, limit=9, after=None)
+        jobs = await source.listing(RecordQuery(tenant=ACME, limit=9))
         before = await everything(source)
         assert b"class_type" not in b"".join(each[6] for each in before["jobs"]), "payloads are sealed"
         await here.begin()
         await here.go_on()
         assert await everything(target) == before
-        assert await target.listing(tenant=ACME, phase=None, limit=9, after=None) == jobs
+        assert await target.listing(RecordQuery(tenant=ACME, limit=9)) == jobs
         assert jobs[0].result is not None and "1" in jobs[0].payload.workflow
 
 
@@ -308,8 +309,8 @@ async def test_what_is_not_the_same_on_the_other_side_is_not_switched_to(tmp_pat
         target = await here.database("second")
         await target.freeze_account(ACME, 1)
         stale = before["postings"][0]
-        await target.take_rows(ACME, 1, "postings", [(*stale[:3], 999_999, *stale[4:])])
-        assert (await here.go_on()).pool == "second"
+        await target.import_rows(ACME, 1, "postings", [(*stale[:3], 999_999, *stale[4:])])
+        assert (await here.go_on()).database == "second"
         assert await everything(target) == before
 
 
@@ -322,8 +323,8 @@ async def test_a_book_that_is_wrong_is_not_moved(tmp_path: Path) -> None:
         await here.begin()
         with pytest.raises(Exception, match="its ledger is wrong"):
             await here.go_on()
-        tenant = await here.tenants.newest(ACME)
-        assert tenant is not None and tenant.pool == "first"
+        tenant = await here.tenants.get_uncached(ACME)
+        assert tenant is not None and tenant.database == "first"
 
 
 async def test_two_names_of_one_database_are_not_copied_and_nothing_is_erased(tmp_path: Path) -> None:
@@ -332,7 +333,7 @@ async def test_two_names_of_one_database_are_not_copied_and_nothing_is_erased(tm
         await fill(await here.database("first"))
         before = await everything(await here.database("first"))
         await here.begin()
-        assert (await here.go_on()).pool == "second"
+        assert (await here.go_on()).database == "second"
         assert await everything(await here.database("second")) == before
         await LedgerDriver(await here.database("second"), "later").submit(5)
 
@@ -351,7 +352,7 @@ async def test_a_tenant_is_called_back_before_it_has_arrived(tmp_path: Path) -> 
         await here.clock.advance(CLAIM_S)
         await here.begin("first")
         back = await here.go_on()
-        assert (back.pool, back.state, back.moved_from) == ("first", "active", None)
+        assert (back.database, back.state, back.moved_from) == ("first", "active", None)
         assert not any((await everything(await here.database("second"))).values())
         await driver.submit(1)
         await driver.check()
@@ -369,14 +370,14 @@ async def test_of_two_that_move_the_same_tenant_the_older_changes_nothing(tmp_pa
         target = await here.database("second")
         assert await target.freeze_account(ACME, newer.fence)
         assert not await target.freeze_account(ACME, older.fence)
-        assert not await target.take_rows(ACME, older.fence, "jobs", [])
+        assert not await target.import_rows(ACME, older.fence, "jobs", [])
         assert not await target.unfreeze_account(ACME, older.fence)
         assert await target.erase(ACME, older.fence, 9) is None
         with pytest.raises(Exception, match="another hub has taken over"):
             await here.relocation.move(tenant, older)
         await here.relocation.move(tenant, newer)
         with pytest.raises(Refusal) as refused:
-            await here.tenants.change(ACME, lambda found: policy.arrived(found, tenant, is_copied=True))
+            await here.tenants.change(ACME, lambda found: policy.complete_move(found, tenant, is_copied=True))
         assert refused.value.code is RefusalCode.WRONG_PHASE
 
 
@@ -391,10 +392,10 @@ NOT_A_TENANTS = {"accounts", "inbox", "migrations", "sqlite_sequence"}
 
 
 async def test_every_table_of_a_file_moves_with_every_column(tmp_path: Path) -> None:
-    database = open_tenant_database(f"sqlite:///{tmp_path}/pool.db")
+    database = open_tenant_database(f"sqlite:///{tmp_path}/tenants.db")
     await database.open()
     await database.close()
-    with sqlite3.connect(tmp_path / "pool.db") as file:
+    with sqlite3.connect(tmp_path / "tenants.db") as file:
         names = [name for (name,) in file.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
         tables = {name: {row[1] for row in file.execute(f"PRAGMA table_info({name})")} for name in names}
     assert {name: tables[name] for name in tables.keys() - NOT_A_TENANTS} == described()
@@ -423,8 +424,8 @@ async def hubs(tmp_path: Path) -> AsyncIterator[tuple[Fleet, Fleet]]:
     did, until it asks the store."""
     clock = ManualClock()
     store = SharedStore(clock)
-    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
-    async with Fleet(store, clock, pools) as here, Fleet(store, clock, pools, seed=1) as there:
+    databases = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with Fleet(store, clock, databases) as here, Fleet(store, clock, databases, seed=1) as there:
         await here.tenant(granted=100)
         for hub in (here, there):
             await hub.worker()
@@ -432,16 +433,18 @@ async def hubs(tmp_path: Path) -> AsyncIterator[tuple[Fleet, Fleet]]:
 
 
 async def move(here: Fleet, there: Fleet, *, is_tidied: bool) -> None:
-    old = await there.tenant_services.tenants.newest(ACME)
+    old = await there.tenant_services.tenants.get_uncached(ACME)
     mine = await claim(here.central.documents, here.clock, ACME)
     assert mine is not None and old is not None
     relocation = TenantRelocation(
-        here.tenant_services.tenants, here.tenant_services.pools, cast(ManualClock, here.clock).advance
+        here.tenant_services.tenants, here.tenant_services.databases, cast(ManualClock, here.clock).advance
     )
-    gone = await here.tenant_services.tenants.change(ACME, lambda found: policy.moving(found, "second", 1.0))
+    gone = await here.tenant_services.tenants.change(
+        ACME, lambda found: policy.start_move(found, "second", 1.0)
+    )
     moved = await relocation.move(gone, mine)
     if is_tidied:
-        await relocation.tidy(moved, mine)
+        await relocation.clean_up(moved, mine)
     there.tenant_services.tenants._remember(ACME, old)
 
 
@@ -467,14 +470,14 @@ async def test_a_result_is_not_left_where_its_tenant_lived(
     here, there = hubs
     job_id = await here.submit()
     leased = await there.take()
-    old = await there.tenant_services.homes.of(ACME)
+    old = await there.tenant_services.directory.locate(ACME)
     await move(here, there, is_tidied=True)
 
     async def lived(_: TenantId) -> TenantLocation | None:
         return old
 
     with monkeypatch.context() as patched:
-        patched.setattr(there.tenant_services.homes, "of", lived)
+        patched.setattr(there.tenant_services.directory, "locate", lived)
         with pytest.raises(Fault, match="has just moved to database 'second'"):
             await there.complete(leased)
     await there.complete(leased)

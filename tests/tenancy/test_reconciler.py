@@ -40,7 +40,7 @@ async def found(fleet: Fleet, *, is_dry: bool = False) -> list[FindingKind]:
 
 
 async def database(fleet: Fleet) -> TenantDatabase:
-    home = await fleet.tenant_services.homes.of(ACME)
+    home = await fleet.tenant_services.directory.locate(ACME)
     assert home is not None
     return home.database
 
@@ -56,7 +56,7 @@ async def cancel_apart(fleet: Fleet, job_id: JobId) -> None:
     apart = await database(fleet)
     hold = await apart.hold(HoldId(job_id, 1))
     assert hold is not None
-    settlement = accounting.refund(hold, 5.0)
+    settlement = accounting.settle(hold, Phase.CANCELLED, 0, 5.0)
     posting = accounting.settling_posting(hold, settlement)
     await apart.end_round(RoundEnd("lost", settlement, posting, Phase.CANCELLED))
 
@@ -80,7 +80,7 @@ async def test_a_job_that_the_store_lost_is_sent_again_and_runs(fleet: Fleet) ->
     assert await found(fleet, is_dry=True) == [FindingKind.UNSENT]
     assert await found(fleet, is_dry=True) == [FindingKind.UNSENT], "a dry run changes nothing"
     assert await found(fleet) == [FindingKind.UNSENT]
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     await fleet.complete(await fleet.take())
     assert await fleet.account() == Account(ACME, 90)
     assert await found(fleet) == []
@@ -174,12 +174,12 @@ async def test_an_end_that_the_tenants_database_has_never_heard_of_is_told_and_l
     )
     await fleet.central.write(end)
     await fleet.engine.cancel(known.job_id)
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert await found(fleet) == [FindingKind.AHEAD]
     assert [each.job_id for each in await fleet.central.unsettled(10)] == [stray]
 
 
-async def test_a_hub_whose_pool_has_another_address_ends_no_job_and_takes_none(
+async def test_a_hub_whose_database_has_another_address_ends_no_job_and_takes_none(
     fleet: Fleet, clock: ManualClock, tmp_path: Path
 ) -> None:
     """An empty database knows of nothing. To believe it would be to end everything that is open."""
@@ -199,13 +199,13 @@ async def test_a_hub_whose_pool_has_another_address_ends_no_job_and_takes_none(
     assert await fleet.account() == Account(ACME, 90)
 
 
-async def test_a_pool_that_this_hub_does_not_have_is_not_said_to_agree(
+async def test_a_database_that_this_hub_does_not_have_is_not_said_to_agree(
     fleet: Fleet, clock: ManualClock, tmp_path: Path
 ) -> None:
     async with Fleet(fleet.central, clock, {"second": f"sqlite:///{tmp_path}/second.db"}, seed=1) as other:
         seen = await other.tenant_services.reconciler.reconcile(is_dry=True)
     assert [(each.kind, each.tenant) for each in seen] == [(FindingKind.UNSEEN, ACME)]
-    assert "add it to [pools]" in seen[0].message and not seen[0].kind.mends_itself
+    assert "add it to [databases]" in seen[0].message and not seen[0].kind.mends_itself
 
 
 async def test_ends_that_wait_are_read_once_however_many_tenants_there_are(

@@ -1,4 +1,4 @@
-"""Tenants of one pool whose jobs are sealed: a key that does not open is felt by its own tenant alone."""
+"""Tenants of one database whose jobs are sealed: a key that does not open is felt by its own tenant alone."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ async def damage(fleet: Fleet, clock: ManualClock, tenant: TenantId) -> None:
     await clock.advance(KEEP_S)
 
 
-async def test_a_pool_is_not_away_because_one_tenants_key_does_not_open(
+async def test_a_database_is_not_away_because_one_tenants_key_does_not_open(
     fleet: Fleet, clock: ManualClock
 ) -> None:
     job_id = await fleet.submit(ACME)
     await damage(fleet, clock, ACME)
     with pytest.raises(Fault, match="does not open"):
         await fleet.engine.get(job_id)
-    assert not fleet.tenant_services.pools.is_away("first")
+    assert not fleet.tenant_services.databases.is_unreachable("first")
     await fleet.submit(BORG)
     await fleet.check(BORG)
 
@@ -71,6 +71,6 @@ async def test_a_job_that_cannot_be_opened_keeps_none_behind_it_out_of_the_queue
         await fleet.submit(ACME)
         behind = await fleet.submit(BORG)
     await damage(fleet, clock, ACME)
-    await fleet.relay.look(at_once=True)
+    await fleet.relay.run_once(at_once=True)
     assert (await fleet.engine.stats()).waiting == 1
     assert await fleet.central.load(behind) is not None

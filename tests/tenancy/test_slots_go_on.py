@@ -56,11 +56,11 @@ async def test_a_result_that_a_tenants_database_does_not_take_keeps_no_slot(tmp_
         opened[url] = Away(open_tenant_database(url))
         return cast(TenantDatabase, opened[url])
 
-    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
-    async with Fleet(MemoryStore(clock), clock, pools, open_database=open_database) as fleet:
+    databases = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with Fleet(MemoryStore(clock), clock, databases, open_database=open_database) as fleet:
         await fleet.tenant(ACME, granted=100)
-        await fleet.tenant(BORG, granted=100, pool="second")
-        away = opened[pools["first"]]
+        await fleet.tenant(BORG, granted=100, database="second")
+        away = opened[databases["first"]]
         away.is_away = True
         offered = Capabilities(services=(Service("comfyui"),))
         connector = SimulatedConnector(behaviour=instant())

@@ -23,7 +23,7 @@ TIMES = 100
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'pool.db'}"
+        return f"sqlite:///{tmp_path / 'tenants.db'}"
     return tenant_schema(request.config)
 
 
@@ -85,9 +85,9 @@ async def test_two_submits_of_80_against_100_from_two_hubs_one_is_accepted(
     pair: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     central, apart = pair.split("+")
-    pool = f"sqlite:///{tmp_path / 'pool.db'}" if apart == "sqlite" else tenant_schema(request.config)
+    database = f"sqlite:///{tmp_path / 'tenants.db'}" if apart == "sqlite" else tenant_schema(request.config)
     if central == "redis":
         store = with_prefix(request.getfixturevalue("redis_url"))
     else:
         store = address(empty_database(request.config))
-    assert await spend_at_once(store, pool, TIMES) == []
+    assert await spend_at_once(store, database, TIMES) == []

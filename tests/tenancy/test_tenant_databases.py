@@ -43,7 +43,7 @@ async def keep_a_book(connect: Connect) -> None:
 class TestSqliteTenantDatabase(TenantDatabaseContract):
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
-        return tmp_path / "pool one.db"
+        return tmp_path / "tenants one.db"
 
     @pytest.fixture
     def connect(self, file: Path) -> Connect:
@@ -60,7 +60,7 @@ class TestSqliteTenantDatabase(TenantDatabaseContract):
         database.close()
 
     async def test_a_folder_that_is_not_there_is_told_of(self, tmp_path: Path) -> None:
-        database = open_tenant_database(f"sqlite:///{tmp_path}/nowhere/pool.db")
+        database = open_tenant_database(f"sqlite:///{tmp_path}/nowhere/tenants.db")
         with pytest.raises(Fault, match="Check the path"):
             await database.open()
         await database.close()
@@ -112,7 +112,7 @@ class TestPostgresTenantDatabase(TenantDatabaseContract):
 
     async def test_a_server_that_is_away_is_told_of_without_the_password(self) -> None:
         with pytest.raises(Fault, match="cannot reach PostgreSQL") as fault:
-            await open_tenant_database("postgresql://me:secret@127.0.0.1:1/pool").open()
+            await open_tenant_database("postgresql://me:secret@127.0.0.1:1/database").open()
         assert "secret" not in str(fault.value)
 
     async def test_tenants_may_lie_beside_a_store_in_one_database(
@@ -139,7 +139,7 @@ def modes(folder: Path) -> set[int]:
 
 
 async def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
-    database = open_tenant_database(f"sqlite:///{tmp_path}/pool.db")
+    database = open_tenant_database(f"sqlite:///{tmp_path}/tenants.db")
     await database.open()
     try:
         assert await asyncio.to_thread(modes, tmp_path) == {0o600}

@@ -1,4 +1,4 @@
-"""Tenants as they are set up, and the pools they are assigned to."""
+"""Tenants as they are set up, and the databases they are assigned to."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database import registry as pools_module
+from comfyfleet.tenancy.database import open_tenant_database, registry
 from comfyfleet.tenancy.database.documents import TenantDocumentStore
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
-from comfyfleet.tenancy.tenants import REMEMBER_S, TenantDirectory, Tenants
+from comfyfleet.tenancy.tenants import COLLECTION, REMEMBER_S, TenantDirectory, Tenants
 from comfyfleet.testing.time import ManualClock
 
 ACME = TenantId("acme")
@@ -64,7 +63,17 @@ async def test_a_name_is_taken_once_and_the_default_tenant_is_not_set_up(
     for name in (ACME, DEFAULT_TENANT):
         with pytest.raises(Refusal):
             await tenants.create(Tenant(name, "second", 2.0))
-    assert [each.pool for each in await tenants.everybody()] == ["first"]
+    assert [each.database for each in await tenants.list_all()] == ["first"]
+
+
+async def test_the_database_of_a_tenant_keeps_its_stored_name(store: MemoryStore, clock: ManualClock) -> None:
+    before = b'{"tenant_id":"acme","pool":"first","created_at":1.0}'
+    assert await store.documents.put(COLLECTION, ACME, before, version=0)
+    tenants = Tenants(store.documents, clock, is_shared=True)
+    assert await tenants.get(ACME) == Tenant(ACME, database="first", created_at=1.0)
+    await tenants.change(ACME, lambda tenant: msgspec.structs.replace(tenant, database="second"))
+    document = await store.documents.get(COLLECTION, ACME)
+    assert document is not None and document.body == before.replace(b"first", b"second")
 
 
 async def test_a_tenant_that_is_gone_is_not_there_to_be_changed(
@@ -79,74 +88,74 @@ async def test_a_tenant_that_is_gone_is_not_there_to_be_changed(
     assert refused.value.code is RefusalCode.NOT_FOUND
 
 
-async def test_a_pool_is_opened_once_for_everybody(tmp_path: Path, clock: ManualClock) -> None:
+async def test_a_database_is_opened_once_for_everybody(tmp_path: Path, clock: ManualClock) -> None:
     opened: list[str] = []
 
     def open_database(url: str) -> TenantDatabase:
         opened.append(url)
         return open_tenant_database(url)
 
-    pools = TenantDatabases({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_database)
-    assert await pools.get("first") is await pools.get("first")
+    databases = TenantDatabases({"first": f"sqlite:///{tmp_path}/tenants.db"}, clock, open_database)
+    assert await databases.get("first") is await databases.get("first")
     assert len(opened) == 1
-    await pools.close()
+    await databases.close()
 
 
-async def test_a_pool_that_cannot_be_opened_is_asked_again_a_little_later(
+async def test_a_database_that_cannot_be_opened_is_asked_again_a_little_later(
     tmp_path: Path, clock: ManualClock
 ) -> None:
-    folder = tmp_path / "pools"
-    pools = TenantDatabases({"first": f"sqlite:///{folder}/pool.db"}, clock, open_tenant_database)
+    folder = tmp_path / "databases"
+    databases = TenantDatabases({"first": f"sqlite:///{folder}/tenants.db"}, clock, open_tenant_database)
     folder.write_text("in the way")
     for _ in range(2):
         with pytest.raises(Fault):
-            await pools.get("first")
+            await databases.get("first")
     folder.unlink()
     folder.mkdir()
     await clock.advance(1.0)
-    await pools.get("first")
-    assert list(pools.asked) == ["first"]
-    await pools.close()
+    await databases.get("first")
+    assert list(databases.used_names) == ["first"]
+    await databases.close()
 
 
-async def test_a_pool_that_nobody_needs_is_not_made(
+async def test_a_database_that_nobody_needs_is_not_made(
     tmp_path: Path, store: MemoryStore, clock: ManualClock
 ) -> None:
-    pools = TenantDatabases(
+    databases = TenantDatabases(
         {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("a", "b")}, clock, open_tenant_database
     )
-    homes = TenantDirectory(Tenants(store.documents, clock, is_shared=False), pools)
+    homes = TenantDirectory(Tenants(store.documents, clock, is_shared=False), databases)
     await homes.open()
-    assert not list(pools.asked)
+    assert not list(databases.used_names)
     await homes.tenants.create(Tenant(ACME, "b", 1.0))
     await homes.open()
-    assert list(pools.asked) == ["b"] and (tmp_path / "b.db").exists()
+    assert list(databases.used_names) == ["b"] and (tmp_path / "b.db").exists()
     assert not (tmp_path / "a.db").exists()
-    await pools.close()
+    await databases.close()
 
 
-async def test_a_pool_that_is_not_set_up_is_named(clock: ManualClock) -> None:
-    pools = TenantDatabases({"first": "sqlite:///x.db"}, clock, open_tenant_database)
+async def test_a_database_that_is_not_set_up_is_named(clock: ManualClock) -> None:
+    databases = TenantDatabases({"first": "sqlite:///x.db"}, clock, open_tenant_database)
     with pytest.raises(Refusal, match="there is no tenant database 'second' here"):
-        pools.check("second")
+        databases.check("second")
     with pytest.raises(Fault, match="second"):
-        await pools.get("second")
+        await databases.get("second")
 
 
 async def test_documents_of_a_database_that_does_not_answer_are_given_up_too(
     tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(registry, "ANSWER_S", 0.05)
     never = asyncio.Event()
 
     async def stand_still(self: object, collection: str, name: str) -> None:
         await never.wait()
 
     monkeypatch.setattr(TenantDocumentStore, "get", stand_still)
-    pools = TenantDatabases({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_tenant_database)
-    documents = (await pools.get("first")).documents(ACME)
+    databases = TenantDatabases({"first": f"sqlite:///{tmp_path}/tenants.db"}, clock, open_tenant_database)
+    documents = (await databases.get("first")).documents(ACME)
     async with asyncio.timeout(60):
         with pytest.raises(Fault, match="did not answer"):
             await documents.get("files", "one")
-    assert pools.is_away("first")
-    await pools.close()
+    assert databases.is_unreachable("first")
+    await databases.close()

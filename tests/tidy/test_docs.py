@@ -101,3 +101,49 @@ def test_what_runs_is_a_part_of_what_is_tested() -> None:
     run, dev = pinned("run.txt"), pinned("dev.txt")
     assert {pin: hashes for pin, hashes in run.items() if dev.get(pin) != hashes} == {}
     assert not {pin.partition("==")[0] for pin in run} & {"mypy", "pytest", "ruff", "schemathesis"}
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them from its headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_links_lead_to_headings_that_exist() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)} → {target}#{anchor}"
+        for page in tracked(".md")
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text())
+        if anchor not in headings(page.parent / target if target else page)
+    ]
+    assert broken == []
+
+
+# Named on a page although no code has them: names of other systems, an alternative that was rejected.
+FOREIGN = {"BigInt", "last_heartbeat", "is_removed", "limit_concurrency"}
+
+
+def test_the_docs_name_modules_classes_and_settings_that_exist() -> None:
+    files = {
+        str(path.relative_to(ROOT))
+        for path in tracked(".py", ".lua", ".sql", ".js", ".mjs", ".html", ".toml")
+    }
+    code = "\n".join((ROOT / name).read_text() for name in files if not name.startswith("tests/tidy/"))
+    words = set(re.findall(r"\w+", code))
+    wrong = []
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for name in sorted(set(re.findall(r"`([\w./]+)(?:\([^`]*\))?`", text))):
+            if re.fullmatch(r"[\w/]+\.(?:py|lua|sql)", name):
+                is_known = any(each == name or each.endswith(f"/{name}") for each in files)
+            elif re.fullmatch(
+                r"comfyfleet\.[\w.]+|(?:[A-Z][a-z]+){2,}(?:\.\w+)*|[a-z]+(?:_[a-z]+)+(?:\.\w+)*", name
+            ):
+                is_known = all(part in words for part in name.split("."))
+            else:
+                continue
+            # tests/hub compares the metrics of operations.md with those of a hub.
+            if not is_known and name not in FOREIGN and not name.startswith("comfyfleet_"):
+                wrong.append(f"{page.relative_to(ROOT)}: {name}")
+    assert wrong == []

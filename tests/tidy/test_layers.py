@@ -17,17 +17,19 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"model"},
     "tracing": {"model"},
     "private_files": set(),
+    "blocking_facade": set(),
     "ports": {"model"},
-    "stores": {"model", "ports", "private_files"},
-    "engine": {"model", "policy", "ports", "tracing"},
+    "paginator": {"model", "ports"},
+    "stores": {"model", "ports", "paginator", "private_files"},
+    "engine": {"model", "policy", "ports", "paginator", "tracing"},
     "wire": {"model"},
     "net": {"model", "wire"},
     "worker": {"model", "ports", "wire", "net", "tracing"},
-    "tenancy": {"model", "policy", "ports", "stores", "tracing"},
-    "files": {"model", "ports", "private_files"},
-    "hub": {"model", "policy", "ports", "engine", "wire", "tenancy", "files", "net", "tracing"},
-    "client": {"model", "wire", "net"},
-    "pool": {"model", "policy", "ports", "stores", "engine", "worker"},
+    "tenancy": {"model", "policy", "ports", "paginator", "stores", "tracing"},
+    "files": {"model", "ports", "paginator", "private_files"},
+    "hub": {"model", "policy", "ports", "paginator", "engine", "wire", "tenancy", "files", "net", "tracing"},
+    "client": {"model", "wire", "net", "blocking_facade"},
+    "pool": {"model", "policy", "ports", "stores", "engine", "worker", "blocking_facade"},
     # For users' own tests. The product imports it only in the commands that start fake servers.
     "testing": {"model", "policy", "ports", "stores", "tenancy"},
     "cli": {
@@ -143,6 +145,29 @@ def test_stores_do_not_decide() -> None:
         if name.startswith("comfyfleet.policy")
     ]
     assert wrong == []
+
+
+def test_the_hub_reads_the_queue_and_changes_it_through_the_engine_only() -> None:
+    """`hub/app.py` hands the engine's store to the tenants' services; `engine.reader` serves everything else."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} reaches for a store"
+        for part, path, tree in modules()
+        if part == "hub" and path.name != "app.py"
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "store")
+        or (isinstance(node, ast.alias) and node.name in {"Store", "TransferableStore"})
+    ]
+    assert wrong == []
+
+
+def test_two_modules_know_uvicorns_protocols() -> None:
+    """Decision 0054 says why, and which members they use."""
+    knows = {
+        str(path.relative_to(SOURCE))
+        for _, path, tree in modules()
+        if any(name.startswith("uvicorn.protocols") for name in imports(tree))
+    }
+    assert knows == {"hub/http/connections.py", "hub/websocket/connection.py"}
 
 
 def test_no_module_is_longer_than_it_should_be() -> None:

@@ -73,3 +73,10 @@ def test_no_operation_or_schema_is_there_twice() -> None:
     names = [operation_of(route)["operationId"] for route in ROUTES] + list(SCHEMAS)
     assert len(set(names)) == len(names)
     assert [name for name in names if "_alias_" in name or "." in name] == []
+
+
+def test_an_old_name_is_marked_as_deprecated() -> None:
+    for name in ("TenantBody", "MoveBody", "TenantView"):
+        properties = SCHEMAS[name]["properties"]
+        assert properties["pool"]["deprecated"] and "`database`" in properties["pool"]["description"]
+        assert "deprecated" not in properties["database"]

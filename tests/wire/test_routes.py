@@ -7,11 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.wire._protocol_tables import body_table, page, problem_table
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.wire.openapi import body_table, document, page, problem_table
-from comfyfleet.wire.problems import KINDS, answer_to, refusal_in
+from comfyfleet.wire.openapi import document
+from comfyfleet.wire.problems import KINDS, problem_response, refusal_in
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES
 from comfyfleet.wire.status_names import StatusDialect, parse_status, status_name
@@ -26,8 +27,13 @@ def test_the_page_of_the_protocol_is_the_table() -> None:
     assert body_table(ROUTES) in text
     for phase in (Phase.QUEUED, Phase.LEASED):
         row = " | ".join(
-            status_name(phase, face)
-            for face in (StatusDialect.REST, StatusDialect.POOL, StatusDialect.SOCKET, StatusDialect.BROKER)
+            status_name(phase, dialect)
+            for dialect in (
+                StatusDialect.REST,
+                StatusDialect.POOL,
+                StatusDialect.SOCKET,
+                StatusDialect.BROKER,
+            )
         )
         assert f"| {row} |" in text
 
@@ -41,7 +47,7 @@ def test_every_name_and_every_door_stands_in_the_table_once() -> None:
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
 def test_a_route_says_what_it_answers_and_its_other_names_have_the_same_parts(route: Route) -> None:
-    assert route.answers and route.summary and route.noun
+    assert route.answers and route.summary and route.tag
     for path in route.paths:
         assert tuple(part[1:-1] for part in path.split("/") if part.startswith("{")) == route.parameters
     assert route.body is None or route.query is None
@@ -50,7 +56,7 @@ def test_a_route_says_what_it_answers_and_its_other_names_have_the_same_parts(ro
 def test_every_refusal_has_one_status_and_comes_back_as_itself() -> None:
     assert KINDS.keys() == set(RefusalCode)
     for code in RefusalCode:
-        answered = answer_to(Refusal(code, "why", missing=["a"]), "request")
+        answered = problem_response(Refusal(code, "why", missing=["a"]), "request")
         again = refusal_in(answered.status, msgspec.json.encode(answered.body))
         assert isinstance(again, Refusal)
         assert (again.code, again.message, again.details["missing"]) == (code, "why", ["a"])
@@ -75,9 +81,9 @@ def test_a_time_to_wait_that_is_none_is_left_out(said: object) -> None:
     assert not isinstance(again, Refusal) or "retry_after_s" not in again.details
 
 
-def test_statuses_are_understood_from_every_face() -> None:
-    for face, phase in itertools.product(StatusDialect, Phase):
-        assert parse_status(status_name(phase, face)) is phase
+def test_statuses_are_understood_from_every_dialect() -> None:
+    for dialect, phase in itertools.product(StatusDialect, Phase):
+        assert parse_status(status_name(phase, dialect)) is phase
 
 
 def test_the_document_names_every_door_and_no_schema_is_missing() -> None:

@@ -244,7 +244,7 @@ async def running(
     before = asyncio.all_tasks()
     async with reach(api) as door:
         async with Agent(door, WORKER, connectors, settings, declared, on_state, journal) as agent:
-            await agent.first_verdict()
+            await agent.wait_for_first_check()
             yield agent
         if door is api:
             assert asyncio.all_tasks() <= before, "the agent left tasks behind"

@@ -36,7 +36,7 @@ async def agent_on(fake: FakeComfyUI) -> AsyncIterator[tuple[ScriptedApi, Agent,
     async with Agent(api, WORKER, [connector], RARE) as agent:
         await until(lambda: api.parked == 1)
         # A loss can only be told of a socket that was open.
-        assert await connector._listening().wait_open(2.0)
+        assert await connector._listening().wait_connected(2.0)
         yield api, agent, connector
 
 

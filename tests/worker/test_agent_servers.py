@@ -64,10 +64,10 @@ async def test_a_lost_server_takes_the_worker_offline_and_its_return_brings_it_b
     told, listener = states()
     async with running(api, connector, settings=quick(reconnect_grace_s=0.1), on_state=listener):
         await until(lambda: api.parked == 1)
-        connector.go_down()
+        connector.go_offline()
         await until(lambda: api.named("unregister") == ["offline"])
         await until(lambda: api.parked == 0)
-        connector.come_back(restarted=True)
+        connector.go_online(restarted=True)
         back_at = asyncio.get_running_loop().time()
         await until(lambda: len(api.named("register")) == 2)
         assert asyncio.get_running_loop().time() - back_at >= 0.09
@@ -97,11 +97,11 @@ async def test_a_single_missed_check_is_forgiven() -> None:
 async def test_one_of_two_services_can_be_lost_alone() -> None:
     api, pictures, words = ScriptedApi(), SimulatedConnector("comfyui"), SimulatedConnector("langflow")
     async with running(api, pictures, words) as agent:
-        words.go_down()
+        words.go_offline()
         await until(lambda: len(api.named("register")) == 2)
         assert api.named("register")[1].capabilities.services == (Service("comfyui"),)
         assert agent.state.status is AgentStatus.ONLINE
-        words.come_back()
+        words.go_online()
         await until(lambda: len(api.named("register")) == 3)
         assert not api.named("unregister")
 
@@ -197,7 +197,7 @@ async def test_a_server_that_is_back_before_its_offer_was_taken_back_gets_work_a
         api.give(leased_job("1"), leased_job("2"))
         await until(lambda: connector.run_count == 2)
         connector.answers = asyncio.Event()
-        connector.come_back()
+        connector.go_online()
         await until(lambda: connector.inventory_count == 2)
         connector.is_healthy = False
         ends["1"].set()
@@ -243,18 +243,18 @@ async def test_a_model_that_was_missing_is_looked_for_until_it_appears() -> None
 async def test_what_stays_missing_is_looked_for_less_and_less_often() -> None:
     connector = SimulatedConnector()
     server = MonitoredServer(connector, quick(missing_interval_s=10.0, inventory_interval_s=60.0))
-    server.lacks(("b.ckpt",))
+    server.add_missing(("b.ckpt",))
     pauses = []
     for _ in range(5):
-        await server.look()
-        pauses.append(round(server.look_due_at - asyncio.get_running_loop().time()))
+        await server.read_inventory()
+        pauses.append(round(server.inventory_due_at - asyncio.get_running_loop().time()))
     assert pauses == [10, 20, 40, 60, 60]
-    server.lacks(("c.ckpt",))
-    await server.look()
-    assert round(server.look_due_at - asyncio.get_running_loop().time()) == 10
+    server.add_missing(("c.ckpt",))
+    await server.read_inventory()
+    assert round(server.inventory_due_at - asyncio.get_running_loop().time()) == 10
     connector.capabilities = Capabilities((Service("comfyui", models=frozenset({"b.ckpt", "c.ckpt"})),))
-    await server.look()
-    assert round(server.look_due_at - asyncio.get_running_loop().time()) == 60
+    await server.read_inventory()
+    assert round(server.inventory_due_at - asyncio.get_running_loop().time()) == 60
 
 
 async def test_an_unchanged_inventory_is_registered_again_only_when_somebody_asks() -> None:

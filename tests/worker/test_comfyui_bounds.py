@@ -19,7 +19,7 @@ from tests.worker._scripted import WORKER, ScriptedApi, leased_job, quick, until
 from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import FailureKind, FileTooLarge, ServiceFailed
 from comfyfleet.model.job import OutputFile
-from comfyfleet.model.workflow import MAX_NODES
+from comfyfleet.model.workflow_graph import MAX_NODES
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent, AgentStatus
 from comfyfleet.worker.connectors.comfyui import ComfyUI, prompt_state
@@ -265,7 +265,7 @@ async def test_no_request_and_no_websocket_goes_where_a_server_sends_it(tmp_path
         fake.faults.redirect_paths = ["/"]
         fake.faults.redirect_to = url
         async with ComfyUI(fake.url.replace("http://", "http://user:secret@"), SMALL) as connector:
-            assert not await connector._listening().wait_open(0.3)
+            assert not await connector._listening().wait_connected(0.3)
             assert not await connector.check_health()
             with pytest.raises(ServiceFailed):
                 await connector.inventory()
@@ -285,13 +285,13 @@ async def test_a_packed_answer_is_not_unpacked() -> None:
 def test_what_is_heard_of_one_run_is_bounded() -> None:
     tracker = RunTracker({"1": {}}, "http://x", max_output_size=1_000)
     for number in range(MAX_NODES_HEARD + 100):
-        tracker.hear(
+        tracker.on_message(
             Message("executing", "p", {"node": f"1.{number}", "display_node": f"1.{number}"}), 0.0, 0.0
         )
     assert len(tracker.timings) <= MAX_NODES_HEARD
     output = Message("executed", "p", {"node": "1", "output": {"text": ["x"]}}, size=600)
-    assert any(progress.kind is ProgressKind.OUTPUT for progress in tracker.hear(output, 0.0, 0.0))
-    assert not any(progress.kind is ProgressKind.OUTPUT for progress in tracker.hear(output, 0.0, 0.0))
+    assert any(progress.kind is ProgressKind.OUTPUT for progress in tracker.on_message(output, 0.0, 0.0))
+    assert not any(progress.kind is ProgressKind.OUTPUT for progress in tracker.on_message(output, 0.0, 0.0))
 
 
 async def test_an_agent_says_why_such_a_server_is_offline() -> None:

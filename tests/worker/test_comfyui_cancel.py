@@ -23,7 +23,7 @@ from comfyfleet.model.job import Attachment, Timeouts
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.comfyui.api import ApiAnswer
-from comfyfleet.worker.connectors.comfyui.cancellation import parse_version
+from comfyfleet.worker.connectors.comfyui.prompt_state import parse_version
 
 VERSIONS = ["0.3.45", "0.3.57", "0.7.0", "0.33.0"]
 

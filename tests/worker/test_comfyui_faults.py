@@ -86,7 +86,7 @@ async def test_a_start_timeout_counts_while_others_run() -> None:
 
 async def test_a_start_that_nobody_heard_is_looked_up_before_it_counts_as_late() -> None:
     async with server_and_connector(tuned(poll_s=5.0)) as (fake, connector):
-        assert await connector._listening().wait_open(2)
+        assert await connector._listening().wait_connected(2)
         fake.faults.deaf_sockets = True
         attempt = Attempt(connector, leased(slow(steps=20), timeouts=Timeouts(start_s=0.3)))
         await attempt.heard(ProgressKind.STARTED)
@@ -255,7 +255,7 @@ async def test_a_listener_survives_what_nobody_foresaw(caplog: pytest.LogCapture
         listener.__dict__["route"] = stumble
         await Attempt(connector, leased(slow())).result()
         assert listener.route == route
-        assert await listener.wait_open(2.0)
+        assert await listener.wait_connected(2.0)
         attempt = Attempt(connector, leased(slow(seed=2)))
         await attempt.result()
         assert attempt.of(ProgressKind.PROGRESS)
@@ -279,7 +279,7 @@ async def test_a_server_without_websockets_still_runs_jobs() -> None:
 
 async def test_a_deaf_socket_does_not_hang_the_run_and_is_replaced() -> None:
     async with server_and_connector() as (fake, connector):
-        assert await connector._listening().wait_open(2)
+        assert await connector._listening().wait_connected(2)
         fake.faults.deaf_sockets = True
         attempt = Attempt(connector, leased(slow()))
         assert (await attempt.result()).files
@@ -306,7 +306,7 @@ async def test_a_socket_that_went_deaf_hears_again_before_a_stall_is_believed() 
 
 async def test_a_socket_that_was_deaf_from_the_start_is_replaced_during_the_run() -> None:
     async with server_and_connector() as (fake, connector):
-        assert await connector._listening().wait_open(2)
+        assert await connector._listening().wait_connected(2)
         await deafen(fake, connector)
         attempt = Attempt(connector, leased(slow(steps=40, step_seconds=0.05)))
         await attempt.heard(ProgressKind.PROGRESS)

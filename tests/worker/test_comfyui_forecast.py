@@ -31,7 +31,7 @@ def hear(tracker: RunTracker, at: float, kind: str, **data: Any) -> dict[str, An
     message = parse_text(json.dumps({"type": kind, "data": {"prompt_id": "p", **data}}))
     assert message is not None
     progress = [
-        progress for progress in tracker.hear(message, at, at) if progress.kind is ProgressKind.PROGRESS
+        progress for progress in tracker.on_message(message, at, at) if progress.kind is ProgressKind.PROGRESS
     ]
     return progress[-1].data if progress else {}
 
@@ -58,7 +58,9 @@ def test_a_step_is_told_in_words() -> None:
 def test_what_a_node_says_of_itself_stands_until_the_next_node() -> None:
     tracker = started()
     hear(tracker, 1.0, "executing", node="3")
-    (progress,) = tracker.hear(Message("text", "p", {"node": "3", "text": "asking the service"}), 1.0, 1.0)
+    (progress,) = tracker.on_message(
+        Message("text", "p", {"node": "3", "text": "asking the service"}), 1.0, 1.0
+    )
     assert progress.data["message"] == "asking the service"
     assert hear(tracker, 2.0, "progress", node="3", value=3, max=8)["message"] == "asking the service"
     assert hear(tracker, 3.0, "executing", node="8")["message"] == "VAEDecode"
@@ -74,7 +76,7 @@ def test_a_recorded_run_is_told_in_words_and_its_percentage_never_goes_back() ->
     tracker = RunTracker(graph, "http://x")
     progress: list[TrackedProgress] = []
     for at, message in enumerate(each for each in heard if each.prompt_id == prompt_id):
-        progress += tracker.hear(message, float(at), float(at))
+        progress += tracker.on_message(message, float(at), float(at))
     told = [each.data for each in progress if each.kind is ProgressKind.PROGRESS]
     steps = [each["message"] for each in told if "step" in each.get("message", "")]
     assert steps[0].startswith("LabSlow: step 1 of ")
@@ -111,7 +113,7 @@ def test_what_only_prepares_sampling_weighs_little(name: str) -> None:
 def test_what_was_learned_decides_and_counts_for_each_step() -> None:
     durations, graph = NodeDurations(), text_to_image(steps=10)
     timings = [NodeTiming("4", 0.0, 30.0), NodeTiming("3", 0.0, 20.0), NodeTiming("8", 0.0, 10.0)]
-    durations.learn(HASH, graph, timings)
+    durations.record(HASH, graph, timings)
     known = durations.weights(HASH, text_to_image(steps=30))
     assert known.are_seconds
     assert (known.by_node["4"], known.by_node["3"], known.by_node["8"]) == (30.0, 60.0, 10.0)
@@ -122,14 +124,14 @@ def test_what_was_learned_decides_and_counts_for_each_step() -> None:
 
 def test_nodes_of_an_equal_workflow_with_other_ids_are_not_taken_for_others() -> None:
     durations = NodeDurations()
-    durations.learn(HASH, {"1": {"class_type": "KSampler", "inputs": {}}}, [NodeTiming("1", 0.0, 50.0)])
+    durations.record(HASH, {"1": {"class_type": "KSampler", "inputs": {}}}, [NodeTiming("1", 0.0, 50.0)])
     assert not durations.weights(HASH, {"1": {"class_type": "VAEDecode", "inputs": {}}}).are_seconds
 
 
 def test_only_so_much_is_remembered() -> None:
     durations, graph = NodeDurations(), {"1": {"class_type": "A", "inputs": {}}}
     for number in range(MAX_WORKFLOWS + 1):
-        durations.learn(WorkflowHash(str(number)), graph, [NodeTiming("1", 0.0, 1.0)])
+        durations.record(WorkflowHash(str(number)), graph, [NodeTiming("1", 0.0, 1.0)])
     assert not durations.weights(WorkflowHash("0"), graph).are_seconds
     assert durations.weights(WorkflowHash(str(MAX_WORKFLOWS)), graph).are_seconds
 

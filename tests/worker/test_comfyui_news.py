@@ -39,7 +39,7 @@ def play(
     tracker = RunTracker(graph_of(name, prompt_id), "http://s:1", included)
     progress: list[TrackedProgress] = []
     for index, message in enumerate(messages(name, prompt_id)):
-        progress += tracker.hear(message, float(index), 1000.0 + index)
+        progress += tracker.on_message(message, float(index), 1000.0 + index)
     return tracker, progress
 
 
@@ -52,7 +52,7 @@ FIRST = "6fc72a79-7f8b-4a4f-83eb-faf681a7cb2c"
 
 def test_the_plain_run_is_told_from_start_to_end() -> None:
     tracker, progress = play("01", FIRST)
-    assert tracker.is_end_told
+    assert tracker.is_end_reported
     result = tracker.outcome()
     assert isinstance(result, JobResult)
     (file,) = result.files
@@ -69,9 +69,9 @@ def test_success_alone_is_not_the_end() -> None:
     tracker = RunTracker(graph_of("01", FIRST), "http://s")
     for message in messages("01", FIRST):
         if not message.is_end_of_run:
-            tracker.hear(message, 0.0, 0.0)
-    assert tracker.is_success_told
-    assert not tracker.is_end_told
+            tracker.on_message(message, 0.0, 0.0)
+    assert tracker.is_success_reported
+    assert not tracker.is_end_reported
 
 
 def test_a_recorded_exception_is_the_outcome() -> None:
@@ -152,7 +152,7 @@ def test_an_expansion_is_included_by_the_name_of_the_node_it_came_from() -> None
 
 def test_a_run_that_never_told_its_cached_nodes_is_stuck_at_its_start() -> None:
     tracker, _ = play("18a", "orphan")
-    assert tracker.is_heard
+    assert tracker.has_messages
     assert not tracker.is_under_way
 
 
@@ -222,7 +222,7 @@ KINDS = st.sampled_from(
 def test_no_message_whatever_its_content_upsets_a_run(heard: list[tuple[str, dict[str, Any]]]) -> None:
     tracker = RunTracker(graph_of("01", FIRST), "http://s")
     for index, (kind, data) in enumerate(heard):
-        for progress in tracker.hear(Message(kind, "p", data), float(index), float(index)):
+        for progress in tracker.on_message(Message(kind, "p", data), float(index), float(index)):
             assert 0 <= progress.data.get("percentage", 0) <= 100
     tracker.outcome()
     assert all(timing.seconds >= 0 for timing in tracker.timings)
@@ -230,7 +230,7 @@ def test_no_message_whatever_its_content_upsets_a_run(heard: list[tuple[str, dic
 
 async def test_a_message_that_upsets_its_receiver_deafens_nobody() -> None:
     class Upset(Recorder):
-        def hear(self, message: Message) -> None:
+        def on_message(self, message: Message) -> None:
             raise ZeroDivisionError
 
     ears, ours = listener(), Recorder()
@@ -245,7 +245,7 @@ class Recorder:
     def __init__(self) -> None:
         self.heard: list[Message] = []
 
-    def hear(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         self.heard.append(message)
 
     def disconnected(self) -> None: ...

@@ -209,7 +209,7 @@ async def test_several_attempts_share_one_socket_and_keep_their_news_apart() -> 
 
 async def test_news_of_other_callers_is_not_ours() -> None:
     async with server_and_connector() as (fake, connector):
-        assert await connector._listening().wait_open(2)
+        assert await connector._listening().wait_connected(2)
         # Without a client id, progress and previews of a prompt go to everybody.
         body = {"prompt": slow(steps=6, preview=True, seed=99)}
         async with connector._api.session.post(f"{fake.url}/prompt", json=body) as response:

@@ -142,7 +142,9 @@ def test_the_recorded_frames_of_a_real_server_are_two_pictures_of_the_node() -> 
         else:
             message = parse_text(json.dumps(line["json"]))
         assert message is not None
-        assert all(progress.kind is not ProgressKind.PREVIEW for progress in tracker.hear(message, 0.0, 0.0))
+        assert all(
+            progress.kind is not ProgressKind.PREVIEW for progress in tracker.on_message(message, 0.0, 0.0)
+        )
         if message.is_end_of_run:
             break
     assert list(tracker.sent.by_node) == ["2"]

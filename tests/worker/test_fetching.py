@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from comfyfleet.worker.job_files import side_by_side
+from comfyfleet.worker.job_files import gather_bounded
 
 
 async def test_a_few_go_at_a_time_and_the_answers_keep_their_order() -> None:
@@ -21,7 +21,7 @@ async def test_a_few_go_at_a_time_and_the_answers_keep_their_order() -> None:
         under_way -= 1
         return number
 
-    assert await side_by_side([move(number) for number in range(20)]) == list(range(20))
+    assert await gather_bounded([move(number) for number in range(20)]) == list(range(20))
     assert most == 4
 
 
@@ -39,7 +39,7 @@ async def test_the_first_that_fails_ends_the_others_before_it_is_told() -> None:
 
     works = [stuck(), stuck(), stuck(), fails()]
     with pytest.raises(ValueError, match="this one"):
-        await side_by_side(works)
+        await gather_bounded(works)
     assert ended.count("stuck") == 3
 
 
@@ -55,7 +55,7 @@ async def test_whoever_is_cancelled_leaves_nothing_under_way() -> None:
             ended.append("stuck")
 
     async with asyncio.TaskGroup() as group:
-        moving = group.create_task(side_by_side([stuck() for _ in range(6)]))
+        moving = group.create_task(gather_bounded([stuck() for _ in range(6)]))
         await started.wait()
         moving.cancel()
     assert moving.cancelled() and len(ended) == 4

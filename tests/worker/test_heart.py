@@ -11,7 +11,7 @@ from comfyfleet.model.calls import HeartbeatReply
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.worker.heartbeat import HeartbeatLoop
-from comfyfleet.worker.slots import Outage
+from comfyfleet.worker.slots import AgentContext, Outage
 
 
 class Held:
@@ -40,9 +40,8 @@ class SlowApi(ScriptedApi):
 
 async def test_a_beat_that_falls_due_during_another_is_not_forgotten() -> None:
     api = SlowApi()
-    heart = HeartbeatLoop(
-        api, WorkerId("w"), quick(heartbeat_s=600.0), lambda _: None, lambda _: None, Outage(WorkerId("w"))
-    )
+    context = AgentContext(api, WorkerId("w"), quick(heartbeat_s=600.0), Outage(WorkerId("w")))
+    heart = HeartbeatLoop(context, lambda _: None, lambda _: None)
     task = asyncio.create_task(heart.run())
     first, second = Held("first"), Held("second")
     try:

@@ -158,7 +158,7 @@ def test_a_disk_that_is_full_costs_no_job(tmp_path: Path, caplog: pytest.LogCapt
     with Path("/dev/full").open("wb") as journal._file, caplog.at_level(logging.WARNING):
         begin(journal, "a")
     assert "No space left" in caplog.text
-    assert not journal.is_kept
+    assert not journal.is_persistent
     journal.close()
 
 
@@ -241,7 +241,7 @@ async def test_what_was_begun_waits_for_its_own_service_while_others_work(tmp_pa
         await until(lambda: api.named("complete"))
         assert [call.ref.job_id for call in api.named("complete")] == ["other"]
         await until(lambda: api.parked)
-        down.come_back()
+        down.go_online()
         await until(lambda: len(api.named("complete")) == 2)
     assert api.named("complete")[1].ref == job.ref
     assert (api.named("release"), left(tmp_path)) == ([], [])

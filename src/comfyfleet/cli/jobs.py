@@ -1,21 +1,31 @@
-"""`comfyfleet job`: one job, looked at or told what to do.
-
-`comfyfleet jobs`: which jobs a hub has.
-"""
+"""`comfyfleet jobs`, `job`, `dead` and `files`: the jobs of a hub, one job, failed jobs, and files."""
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.types import StringParamType
 
-from comfyfleet.cli import command_help, completion
-from comfyfleet.cli.command_help import group
-from comfyfleet.cli.completion import ask_about, whole_id
-from comfyfleet.cli.exit_codes import OUT_HELP, OutputParam, make_folder
-from comfyfleet.cli.options import TO_REACH, as_json, settings
-from comfyfleet.cli.output import echo
+from comfyfleet.cli.command import (
+    command,
+    cursor_option,
+    group,
+    hub_options,
+    job_argument,
+    jobs_argument,
+    limit_option,
+    of_job,
+    of_jobs,
+    report,
+    report_page,
+    short_ids,
+    whole_id,
+)
+from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, OutputParam, output_folder
+from comfyfleet.cli.output import ago, echo, plain, print_json, print_pairs, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,59 +33,67 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from comfyfleet.client.client import FleetClient
+    from comfyfleet.model.calls import Explanation
     from comfyfleet.pool.output_files import OutputNames
-    from comfyfleet.wire.answers import JobBody
+    from comfyfleet.wire.answers import CancelBody, JobBody, JobDetails, ResultBody
+    from comfyfleet.wire.credits import ReceiptView
+    from comfyfleet.wire.files import FileView
+
+_SHORT_ERROR = 60
+"""Characters of an error in a list; `job show` prints all of it."""
+_STATUS_SYNONYMS = {"waiting": "queued", "done": "completed"}
+"""Words that `top` and `workers` print, which the hub does not know."""
+_STATUSES = "queued (or waiting), leased (or running), completed (or done), failed or cancelled"
 
 
 @group("job")
 def job_command() -> None:
-    """Look at a job, or tell it what to do."""
+    """Show or change one job."""
 
 
 @job_command.command("show")
-@click.argument("job_id", shell_complete=completion.job_ids)
-@as_json
-@settings(*TO_REACH)
-def show(job_id: str, as_json: bool, **flags: Any) -> None:
-    """The state of a job, its attempts and its outputs."""
-    import time
-
-    from comfyfleet.cli.hub_connection import ago, plain, print_json, print_table
-    from comfyfleet.wire.answers import JobDetails, ResultBody
-    from comfyfleet.wire.bodies import IDEMPOTENCY_PREFIX
+@job_argument
+@hub_options
+def show(job_id: str, **flags: Any) -> None:
+    """Show the state of a job, its attempts and its outputs."""
+    from comfyfleet.wire.answers import ResultBody
 
     async def look(client: FleetClient, job_id: str) -> tuple[JobDetails, ResultBody]:
         job = await client.get(job_id)
         is_readable = job.unreadable is None
         return job, await client.result(job_id) if is_readable else ResultBody(job.id, job.status)
 
-    job, ended = ask_about(flags, job_id, look)
-    if as_json:
-        print_json({**plain(job), "result": plain(ended.result)})
-        return
-    now = time.time()
-    # Of a submission that may be repeated: nobody chose it.
-    is_made_up = (job.reference or "").startswith(IDEMPOTENCY_PREFIX)
+    report(
+        flags,
+        of_job(job_id, look),
+        _print_job,
+        json=lambda found: {**plain(found[0]), "result": plain(found[1].result)},
+    )
+
+
+def _print_job(found: tuple[JobDetails, ResultBody]) -> None:
+    from comfyfleet.wire.bodies import IDEMPOTENCY_PREFIX
+
+    job, ended = found
+    # A client makes such a reference itself to repeat a submission safely; the user did not choose it.
+    is_generated = (job.reference or "").startswith(IDEMPOTENCY_PREFIX)
     echo(f"{job.id}  {job.status}" + (", paused" if job.is_paused else ""))
-    told = {
+    details = {
         "workflow": job.workflow_hash,
         "tenant": job.tenant,
         "priority": job.priority,
-        "reference": None if is_made_up else job.reference,
-        "worker": job.worker_id,
-        "submitted": f"{ago(job.submitted_at, now)} ago",
+        "reference": None if is_generated else job.reference,
+        "worker": _worker(job),
+        "submitted": f"{ago(job.submitted_at, time.time())} ago",
         "metadata": job.metadata,
         "cancelled": job.cancel_reason or None,
         "unreadable": job.unreadable,
+        "error": None if job.error is None else f"{job.error.kind.value}: {job.error.message}",
     }
-    for name, value in told.items():
-        if value is not None:
-            echo(f"  {name:<10} {value}")
-    if job.error is not None:
-        echo(f"  {'error':<10} {job.error.kind.value}: {job.error.message}")
+    print_pairs({name: value for name, value in details.items() if value is not None}, indent="  ")
     if job.history:
         rows = [
-            [str(each.lease), each.worker_id, each.outcome, "" if each.error is None else each.error.message]
+            [each.lease, each.worker_id, each.outcome, "" if each.error is None else each.error.message]
             for each in job.history
         ]
         print_table(["lease", "worker", "outcome", "error"], rows, empty="")
@@ -84,181 +102,154 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
 
 
 @job_command.command("receipt")
-@click.argument("job_id", shell_complete=completion.job_ids)
-@as_json
-@settings(*TO_REACH)
-def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
-    """What a job was held for and what it cost, round by round."""
-    from comfyfleet.cli.hub_connection import print_json, print_table
+@job_argument
+@hub_options
+def receipt(job_id: str, **flags: Any) -> None:
+    """Show the credits that a job held and cost, for each retry."""
+    report(flags, of_job(job_id, lambda client, whole: client.receipt(whole)), _print_receipt)
+
+
+def _print_receipt(found: ReceiptView) -> None:
     from comfyfleet.cli.tenants import price_text
 
-    found = ask_about(flags, job_id, lambda client, whole: client.receipt(whole))
-    if as_json:
-        print_json(found)
-        return
     rows = [
         [
-            str(each.round),
+            each.round,
             each.status,
             price_text(each.price),
-            str(each.held),
-            str(each.consumed),
-            str(each.returned),
-            each.worker_id or "–",
+            each.held,
+            each.consumed,
+            each.returned,
+            each.worker_id,
             f"{each.gpu_s:.1f}",
-            each.verified_by or "–",
+            each.verified_by,
         ]
         for each in found.rounds
     ]
-    heads = ["round", "status", "price", "held", "consumed", "returned", "worker", "GPU s", "verified by"]
-    print_table(heads, rows, empty=f"jobs of tenant {found.tenant} cost no credits")
+    headings = ["round", "status", "price", "held", "consumed", "returned", "worker", "GPU s", "verified by"]
+    print_table(headings, rows, empty=f"Jobs of tenant {found.tenant} cost no credits.")
 
 
 @job_command.command("watch")
-@click.argument("job_id", shell_complete=completion.job_ids)
-@click.option(
-    "-o",
-    "--out",
-    type=OutputParam(),
-    metavar="FOLDER",
-    help=f"Download the outputs. {OUT_HELP}",
-)
-@as_json
-@settings(*TO_REACH)
-def watch(job_id: str, out: OutputNames | None, as_json: bool, **flags: Any) -> None:
-    """Follow a job to its end: 0 if it completed, 1 if not."""
+@jobs_argument
+@click.option("-o", "--out", type=OutputParam(), metavar="FOLDER", help=f"Download the outputs. {OUT_HELP}")
+@hub_options
+def watch(job_ids: tuple[str, ...], out: OutputNames | None, as_json: bool, **flags: Any) -> None:
+    """Follow jobs to their end.
+
+    Exit code 0 means that all completed, 3 that a workflow is not valid or lacks an input file, 1 that a job failed
+    otherwise or was cancelled.
+    """
+    from comfyfleet.cli.hub_connection import ask
     from comfyfleet.cli.watch import watch_jobs
 
-    if out is not None:
-        make_folder(out.folder)
-    ask_about(flags, job_id, lambda client, whole: watch_jobs(client, [whole], out, as_json))
+    async def follow(client: FleetClient) -> None:
+        whole = [await whole_id(client, job_id) for job_id in job_ids]
+        await watch_jobs(client, list(dict.fromkeys(whole)), out, as_json)
+
+    with output_folder(None if out is None else out.folder):
+        ask(flags, follow)
 
 
 @job_command.command("cancel")
-@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=completion.job_ids)
-@click.option("--reason", default="", metavar="TEXT", help="Why: told to the worker, and kept with the job.")
-@as_json
-@settings(*TO_REACH)
-def cancel(job_ids: tuple[str, ...], reason: str, as_json: bool, **flags: Any) -> None:
-    """Cancel jobs: at once while they wait, else their workers are told."""
-    from comfyfleet.cli.hub_connection import ask, print_json
-    from comfyfleet.wire.answers import CancelBody
+@jobs_argument
+@click.option("--reason", default="", metavar="TEXT", help="Why. The worker is told, and the job keeps it.")
+@hub_options
+def cancel(job_ids: tuple[str, ...], reason: str, **flags: Any) -> None:
+    """Cancel jobs. A waiting job ends at once; a running one when its worker has stopped it."""
 
-    async def each(client: FleetClient) -> list[CancelBody]:
-        # All are known before the first is cancelled.
-        whole = [await whole_id(client, job_id) for job_id in job_ids]
-        return [await client.cancel(job_id, reason) for job_id in whole]
+    def show(found: list[CancelBody]) -> None:
+        for answer in found:
+            is_pending = answer.cancel_requested and answer.status == "leased"
+            echo(f"{answer.id} {'is being cancelled' if is_pending else answer.status}")
 
-    found = ask(flags, each)
-    if as_json:
-        print_json(found)
-        return
-    for answer in found:
-        state = (
-            "is being cancelled" if answer.cancel_requested and answer.status == "leased" else answer.status
-        )
-        echo(f"{answer.id} {state}")
+    report(flags, of_jobs(job_ids, lambda client, whole: client.cancel(whole, reason)), show)
 
 
 @job_command.command("delete")
-@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=completion.job_ids)
-@as_json
-@settings(*TO_REACH)
+@jobs_argument
+@hub_options
 def delete(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
-    """Forget jobs that have ended, with payload and result; cancel others first. Files stay."""
-    from comfyfleet.cli.hub_connection import ask, print_json
+    """Delete ended jobs with payload and result. Cancel other jobs first. Files stay."""
+    from comfyfleet.cli.hub_connection import ask
 
-    async def each(client: FleetClient) -> list[str]:
-        whole = [await whole_id(client, job_id) for job_id in job_ids]
-        for job_id in whole:
-            await client.delete(job_id)
-            if not as_json:
-                echo(f"{job_id} deleted")
-        return whole
+    async def remove(client: FleetClient, job_id: str) -> str:
+        await client.delete(job_id)
+        if not as_json:
+            echo(f"{job_id} deleted")
+        return job_id
 
-    found = ask(flags, each)
+    deleted = ask(flags, of_jobs(job_ids, remove))
     if as_json:
-        print_json({"deleted": found})
+        print_json({"deleted": deleted})
 
 
 @job_command.command("retry")
-@click.argument("job_id", shell_complete=completion.job_ids)
-@as_json
-@settings(*TO_REACH)
-def retry(job_id: str, as_json: bool, **flags: Any) -> None:
-    """Run a job again: one that failed or was cancelled, or one that runs, which is stopped first."""
-    from comfyfleet.cli.hub_connection import print_json
-
-    answer = ask_about(flags, job_id, lambda client, whole: client.retry(whole))
-    if as_json:
-        print_json(answer)
-    else:
-        echo(
-            f"{answer.id} {'is being stopped, to run again' if answer.status == 'leased' else answer.status}"
-        )
+@job_argument
+@hub_options
+def retry(job_id: str, **flags: Any) -> None:
+    """Run a failed or cancelled job again. A running job is stopped first."""
+    report(
+        flags,
+        of_job(job_id, lambda client, whole: client.retry(whole)),
+        lambda job: echo(
+            f"{job.id} {'is being stopped, then runs again' if job.status == 'leased' else job.status}"
+        ),
+    )
 
 
 @job_command.command("explain")
-@click.argument("job_id", shell_complete=completion.job_ids)
-@as_json
-@settings(*TO_REACH)
-def explain(job_id: str, as_json: bool, **flags: Any) -> None:
-    """Why a job is not running, or what became of it."""
-    from comfyfleet.cli.hub_connection import print_json
+@job_argument
+@hub_options
+def explain(job_id: str, **flags: Any) -> None:
+    """Explain why a job does not run, or how it ended."""
+    report(flags, of_job(job_id, lambda client, whole: client.explain(whole)), _print_explanation)
+
+
+def _print_explanation(found: Explanation) -> None:
     from comfyfleet.model.dispatch import Phase
 
-    answer = ask_about(flags, job_id, lambda client, whole: client.explain(whole))
-    if as_json:
-        print_json(answer)
-        return
-    echo(answer.summary)
-    if answer.phase in (Phase.FAILED, Phase.CANCELLED):
-        echo(f"  again: comfyfleet job retry {answer.job_id}")
-    if answer.position is not None:
-        echo(f"  its place in line: {answer.position}")
-    for worker in answer.workers:
+    echo(found.summary)
+    if found.phase in (Phase.FAILED, Phase.CANCELLED):
+        echo(f"  to run it again: comfyfleet job retry {found.job_id}")
+    if found.position is not None:
+        echo(f"  jobs ahead of it: {found.position}")
+    for worker in found.workers:
         others = f" ({worker.count} of them)" if worker.count > 1 else ""
         echo(f"  {worker.worker_id}{others}: {'; '.join(worker.reasons) or worker.reason}")
 
 
-def _changing(name: str, text: str, method: str) -> None:
+def _add_change(name: str, text: str, method: str) -> None:
+    def show(job: JobDetails) -> None:
+        state = "paused" if job.is_paused else job.status
+        echo(f"{job.id} {'is being stopped, then pauses' if job.pause_requested else state}")
+
     @job_command.command(name, help=text)
-    @click.argument("job_id", shell_complete=completion.job_ids)
-    @as_json
-    @settings(*TO_REACH)
-    def change(job_id: str, as_json: bool, **flags: Any) -> None:
-        from comfyfleet.cli.hub_connection import print_json
-
-        job = ask_about(flags, job_id, lambda client, whole: getattr(client, method)(whole))
-        if as_json:
-            print_json(job)
-        else:
-            state = "paused" if job.is_paused else job.status
-            echo(f"{job.id} {'is being stopped, to be paused' if job.pause_requested else state}")
+    @job_argument
+    @hub_options
+    def change(job_id: str, **flags: Any) -> None:
+        report(flags, of_job(job_id, lambda client, whole: getattr(client, method)(whole)), show)
 
 
-_changing("pause", "Keep a job from running; it keeps its place. One that runs is stopped first.", "pause")
-_changing("resume", "Let a paused job run again.", "resume")
+_add_change("pause", "Pause a job. It keeps its place; a running job is stopped first.", "pause")
+_add_change("resume", "Let a paused job run again.", "resume")
 
 
 @job_command.command("priority")
-@click.argument("job_id", shell_complete=completion.job_ids)
+@job_argument
 @click.argument("priority", type=click.IntRange(-1000, 1000))
-@as_json
-@settings(*TO_REACH)
-def priority(job_id: str, priority: int, as_json: bool, **flags: Any) -> None:
+@hub_options
+def priority(job_id: str, priority: int, **flags: Any) -> None:
     """Change the priority of a waiting job."""
-    from comfyfleet.cli.hub_connection import print_json
-
-    job = ask_about(flags, job_id, lambda client, whole: client.set_priority(whole, priority))
-    if as_json:
-        print_json(job)
-    else:
-        echo(f"{job.id} has priority {job.priority}")
+    report(
+        flags,
+        of_job(job_id, lambda client, whole: client.set_priority(whole, priority)),
+        lambda job: echo(f"{job.id} has priority {job.priority}"),
+    )
 
 
 class StatusParam(StringParamType):
-    """A status in any of the words that the hub understands."""
+    """A status in any spelling that the hub or the tables of this program use."""
 
     name = "status"
 
@@ -267,9 +258,9 @@ class StatusParam(StringParamType):
         from comfyfleet.wire.status_names import parse_status, status_name
 
         try:
-            return status_name(parse_status(value))
-        except Refusal as error:
-            self.fail(error.message, param, ctx)
+            return status_name(parse_status(_STATUS_SYNONYMS.get(str(value).lower(), value)))
+        except Refusal:
+            self.fail(f"{value!r} is not a status. Use {_STATUSES}.", param, ctx)
 
     def shell_complete(
         self,
@@ -279,110 +270,77 @@ class StatusParam(StringParamType):
     ) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        from comfyfleet.wire.status_names import KNOWN_STATUSES
-
-        return [CompletionItem(each) for each in KNOWN_STATUSES if each.startswith(incomplete)]
+        return [CompletionItem(each) for each in _statuses() if each.startswith(incomplete)]
 
 
-_SHOWN = 60
-"""Characters of an error in a list."""
+def _statuses() -> list[str]:
+    from comfyfleet.wire.status_names import KNOWN_STATUSES
+
+    return sorted([*KNOWN_STATUSES, *_STATUS_SYNONYMS])
 
 
-@command_help.command("jobs")
+@command("jobs")
 @click.option(
     "--status",
     type=StatusParam(),
-    help="Only those: queued, leased (or running), completed, failed, cancelled.",
+    help=f"Only jobs that are {_STATUSES}.",
 )
 @click.option(
     "--since",
     type=click.FloatRange(0, min_open=True),
     metavar="HOURS",
-    help="Only those submitted since then.",
+    help="Only jobs submitted in the last HOURS.",
 )
-@click.option("--tenant", metavar="NAME", help="Only this tenant's.")
-@click.option("--workflow", "workflow_hash", metavar="HASH", help="Only those of this workflow hash.")
+@click.option("--tenant", metavar="NAME", help="Only jobs of this tenant.")
+@click.option("--workflow", "workflow_hash", metavar="HASH", help="Only jobs with this workflow hash.")
 @click.option(
-    "--metadata", "labels", multiple=True, metavar="NAME=VALUE", help="Only those labelled so. Repeatable."
+    "--metadata",
+    "labels",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Only jobs with this metadata. Repeatable.",
 )
-@click.option("--unrunnable", is_flag=True, help="Only those that wait though no worker can run them.")
-@click.option(
-    "-n", "--limit", type=click.IntRange(1), default=50, show_default=True, help="At most so many, …"
-)
-@click.option("--cursor", metavar="ID", help="… from this one on.")
+@click.option("--unrunnable", is_flag=True, help="Only waiting jobs that no worker can run.")
+@limit_option(50)
+@cursor_option
 @click.option(
     "--order",
     type=click.Choice(["newest", "oldest"]),
     default="newest",
     show_default=True,
-    help="Which come first.",
+    help="Which jobs come first.",
 )
-@as_json
-@settings(*TO_REACH)
+@hub_options
 def jobs_command(
-    status: str | None,
-    since: float | None,
-    tenant: str | None,
-    workflow_hash: str | None,
-    labels: tuple[str, ...],
-    unrunnable: bool,
-    limit: int,
-    cursor: str | None,
-    order: str,
-    as_json: bool,
-    **flags: Any,
+    since: float | None, labels: tuple[str, ...], limit: int, cursor: str | None, **flags: Any
 ) -> None:
-    """List jobs by submission, the newest first."""
-    import time
-
-    from comfyfleet.cli.hub_connection import ask, print_json
+    """List jobs, the newest first."""
     from comfyfleet.cli.submit import label
 
-    wanted = {
-        "status": status,
-        "tenant": tenant,
-        "workflow_hash": workflow_hash,
-        "submitted_after": None if since is None else time.time() - since * 3600,
-        "metadata": dict(map(label, labels)),
-        "unrunnable": unrunnable,
-        "order": order,
-    }
-    jobs, after = ask(flags, lambda client: _list(client, wanted, limit, cursor))
-    if as_json:
-        print_json({"jobs": jobs, "cursor": after})
-        return
-    print_jobs(jobs, "there are no such jobs")
-    if after is not None:
-        echo(f"there is more: --cursor {after}", err=True)
+    wanted = {name: flags.pop(name) for name in ("status", "tenant", "workflow_hash", "unrunnable", "order")}
+    wanted["submitted_after"] = None if since is None else time.time() - since * 3600
+    wanted["metadata"] = dict(map(label, labels))
 
-
-async def _list(
-    client: FleetClient, wanted: dict[str, Any], limit: int, cursor: str | None
-) -> tuple[list[JobBody], str | None]:
-    found: list[JobBody] = []
-    while True:
-        page = await client.jobs(**wanted, cursor=cursor, limit=min(1_000, limit - len(found)))
-        found += page.jobs
-        cursor = page.cursor
-        if cursor is None or len(found) >= limit:
-            return found, cursor
+    report_page(
+        flags,
+        "jobs",
+        lambda client, after, size: client.jobs(**wanted, cursor=after, limit=size),
+        lambda jobs: print_jobs(jobs, "No job matches."),
+        limit=limit,
+        cursor=cursor,
+    )
 
 
 def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
-    import time
-
-    from comfyfleet.cli.completion import short_ids
-    from comfyfleet.cli.hub_connection import ago, print_table
-
     now = time.time()
     rows = [
         [
             job.id,
             job.status,
-            str(job.priority),
-            job.worker_id or "–",
+            job.priority,
+            _worker(job),
             ago(job.submitted_at, now),
-            "" if job.error is None else f"{job.error.kind.value}: {_beginning(job.error.message)}",
+            "" if job.error is None else f"{job.error.kind.value}: {_shortened(job.error.message)}",
         ]
         for job in jobs
     ]
@@ -390,7 +348,135 @@ def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
     print_table(["job", "status", "prio", "worker", "age", "error"], rows, empty=empty, short=short)
 
 
-def _beginning(message: str) -> str:
-    """On one line; `job show` has the rest."""
+def _worker(job: JobBody) -> str | None:
+    """A waiting job keeps the worker of its last attempt, which does not run it."""
+    return None if job.status == "queued" else job.worker_id
+
+
+def _shortened(message: str) -> str:
     line = " ".join(message.split())
-    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 1]}…"
+    return line if len(line) <= _SHORT_ERROR else f"{line[: _SHORT_ERROR - 1]}…"
+
+
+@group("dead")
+def dead_command() -> None:
+    """Show, retry or delete the dead letter: jobs that failed for good."""
+
+
+@dead_command.command("list")
+@limit_option(50, 1000)
+@cursor_option
+@hub_options
+def list_dead(limit: int, cursor: str | None, **flags: Any) -> None:
+    """List the jobs that failed for good."""
+    report_page(
+        flags,
+        "jobs",
+        lambda client, after, size: client.dead_letter(after, size),
+        lambda jobs: print_jobs(jobs, "No job failed for good."),
+        limit=limit,
+        cursor=cursor,
+    )
+
+
+@dead_command.command("retry")
+@jobs_argument
+@hub_options
+def retry_dead(job_ids: tuple[str, ...], **flags: Any) -> None:
+    """Run failed jobs again."""
+    report(
+        flags,
+        of_jobs(job_ids, lambda client, whole: client.retry_dead(whole)),
+        lambda found: echo("\n".join(f"{answer.id} {answer.status}" for answer in found)),
+    )
+
+
+@dead_command.command("purge")
+@click.option(
+    "--older-than",
+    type=click.FloatRange(0),
+    metavar="HOURS",
+    help="Only jobs that ended at least HOURS ago. Default: all.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@hub_options
+def purge(older_than: float | None, yes: bool, **flags: Any) -> None:
+    """Delete failed jobs for good, the oldest first."""
+    if not yes:
+        # A script cannot answer: that means no, and is not an interruption.
+        can_answer = sys.stdin is not None and sys.stdin.isatty()
+        if not (can_answer and click.confirm("Delete the failed jobs for good?", err=True)):
+            raise CommandFailed("nothing was deleted. Add --yes to delete without a question.")
+    before = None if older_than is None else time.time() - older_than * 3600
+
+    async def purge_all(client: FleetClient) -> int:
+        purged = 0
+        while count := await client.purge_dead(before, 10_000):
+            purged += count
+        return purged
+
+    report(flags, purge_all, lambda purged: echo(f"{purged} deleted"), json=lambda purged: {"purged": purged})
+
+
+@group("files")
+def files_command() -> None:
+    """List and delete the files that a hub keeps."""
+
+
+@files_command.command("list")
+@click.option(
+    "--kind",
+    type=click.Choice(["input", "output", "thumbnail"]),
+    help="Only uploads, only outputs of jobs, or only thumbnails. Default: all but thumbnails.",
+)
+@click.option("--job", "job_id", metavar="ID", help="Only outputs of this job.")
+@click.option("--tenant", metavar="NAME", help="Only files of this tenant.")
+@limit_option(50)
+@cursor_option
+@hub_options
+def list_files(limit: int, cursor: str | None, **flags: Any) -> None:
+    """List files, the oldest first."""
+    wanted = {name: flags.pop(name) for name in ("kind", "job_id", "tenant")}
+    report_page(
+        flags,
+        "files",
+        lambda client, after, size: client.files(**wanted, cursor=after, limit=size),
+        _print_files,
+        limit=limit,
+        cursor=cursor,
+    )
+
+
+def _print_files(files: list[FileView]) -> None:
+    now = time.time()
+    rows = [
+        [
+            file.id,
+            file.kind,
+            file.size,
+            "complete" if file.is_complete else "expected",
+            f"{ago(file.created_at, now)} ago",
+            file.name,
+            file.job_id,
+        ]
+        for file in files
+    ]
+    print_table(["file", "kind", "bytes", "state", "made", "name", "of job"], rows, empty="No file matches.")
+
+
+@files_command.command("delete")
+@click.argument("file_ids", nargs=-1, required=True, metavar="FILE...")
+@hub_options
+def delete_files(file_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Delete files and their thumbnails. The hub refuses a file that an open job needs."""
+    from comfyfleet.cli.hub_connection import ask
+
+    async def remove(client: FleetClient) -> None:
+        for file_id in file_ids:
+            await client.delete_file(file_id)
+            if not as_json:
+                echo(f"{file_id} deleted")
+
+    ask(flags, remove)
+    if as_json:
+        print_json({"deleted": file_ids})

@@ -1,165 +1,151 @@
-"""`comfyfleet key`: who may do what at a hub. A key is shown when it is made, and never again.
-
-`comfyfleet audit`: who changed what at a hub, and whether the log of it is whole.
-"""
+"""`comfyfleet key` and `audit`: who may do what at a hub, and who changed what. A key is printed only once."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from comfyfleet.cli.command_help import group
+from comfyfleet.cli.command import collect_all, group, hub_options, limit_option, report
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
-from comfyfleet.cli.options import TO_REACH, as_json, settings
-from comfyfleet.cli.output import echo
+from comfyfleet.cli.output import ago, echo, plain, print_json, print_table
 
 if TYPE_CHECKING:
     from comfyfleet.client.client import FleetClient
-    from comfyfleet.wire.keys import AuditVerifier
+    from comfyfleet.wire.keys import AuditVerifier, CreatedEnrolment, CreatedKey, EnrolmentView, KeyView
+
+_MAX_NAMED = 5
 
 
 @group("key")
 def key_command() -> None:
-    """Make, list, renew and revoke keys."""
+    """Make, list, rotate and revoke keys."""
 
 
 @key_command.command("create")
 @click.argument("role", type=click.Choice(["admin", "operator", "tenant", "viewer", "worker"]))
-@click.option("--name", "label", default="", metavar="TEXT", help="What it is for.")
-@click.option("--tenant", metavar="NAME", help="Whose jobs it is for; a tenant's key needs one.")
-@click.option("--worker", "worker_id", metavar="ID", help="The one worker that a worker's key is good for.")
+@click.option("--name", "label", default="", metavar="TEXT", help="What the key is for.")
+@click.option("--tenant", metavar="NAME", help="The tenant of a tenant's key.")
+@click.option("--worker", "worker_id", metavar="ID", help="The only worker that a worker's key is valid for.")
 @click.option(
-    "--days", type=click.FloatRange(0, min_open=True), help="How long it is good; for ever unless given."
+    "--days", type=click.FloatRange(0, min_open=True), help="How long it is valid. Default: for ever."
 )
-@as_json
-@settings(*TO_REACH)
+@hub_options
 def create(
-    role: str,
-    label: str,
-    tenant: str | None,
-    worker_id: str | None,
-    days: float | None,
-    as_json: bool,
-    **flags: Any,
+    role: str, label: str, tenant: str | None, worker_id: str | None, days: float | None, **flags: Any
 ) -> None:
-    """Make a key of a ROLE and print it, this once."""
-    from comfyfleet.cli.hub_connection import ask, print_json
-
+    """Make a key with this ROLE and print it, once."""
     expires_in_s = None if days is None else days * 86400
-    made = ask(
-        flags,
-        lambda client: client.create_key(
+
+    async def make(client: FleetClient) -> CreatedKey:
+        tenants = await collect_all(client.tenants, lambda page: page.tenants) if tenant is not None else []
+        if tenants and tenant not in (known := [each.id for each in tenants]):
+            echo(
+                f"Warning: tenant {tenant!r} was not created, so its jobs have no price and no limits. Tenants of this "
+                f"hub: {', '.join(known[:_MAX_NAMED])}{', …' if len(known) > _MAX_NAMED else ''}.",
+                err=True,
+            )
+        return await client.create_key(
             role, name=label, tenant=tenant, worker_id=worker_id, expires_in_s=expires_in_s
-        ),
-    )
-    if as_json:
-        print_json(made)
-    else:
-        echo(made.key)
+        )
+
+    report(flags, make, lambda made: echo(made.key))
 
 
 @key_command.command("list")
-@as_json
-@settings(*TO_REACH)
-def list_keys(as_json: bool, **flags: Any) -> None:
-    """Every key, without its secret."""
-    import time
+@hub_options
+def list_keys(**flags: Any) -> None:
+    """List every key, without its secret."""
+    report(
+        flags,
+        lambda client: collect_all(client.keys, lambda page: page.keys),
+        _print_keys,
+    )
 
-    from comfyfleet.cli.hub_connection import ago, ask, print_json, print_table
-    from comfyfleet.wire.keys import KeyView
 
-    async def every(client: FleetClient) -> list[KeyView]:
-        page = await client.keys()
-        found = list(page.keys)
-        while page.cursor is not None:
-            page = await client.keys(page.cursor)
-            found += page.keys
-        return found
-
-    found = ask(flags, every)
-    if as_json:
-        print_json(found)
-        return
+def _print_keys(keys: list[KeyView]) -> None:
     now = time.time()
 
     def state(key: KeyView) -> str:
         if key.revoked_at is not None:
             return "revoked"
-        return "expired" if key.expires_at is not None and key.expires_at <= now else "good"
+        return "expired" if key.expires_at is not None and key.expires_at <= now else "valid"
 
     rows = [
         [
             key.id,
             key.role.value,
             state(key),
-            key.tenant or key.worker_id or "–",
+            key.tenant or key.worker_id,
             f"{ago(key.created_at, now)} ago",
             key.name,
         ]
-        for key in found
+        for key in keys
     ]
-    print_table(["key", "role", "state", "for", "made", "name"], rows, empty="there are no keys")
+    print_table(["key", "role", "state", "for", "made", "name"], rows, empty="There are no keys.")
 
 
 @key_command.command("revoke")
 @click.argument("key_id")
-@as_json
-@settings(*TO_REACH)
-def revoke(key_id: str, as_json: bool, **flags: Any) -> None:
-    """End a key at once."""
-    from comfyfleet.cli.hub_connection import ask, print_json
-
-    key = ask(flags, lambda client: client.revoke_key(key_id))
-    if as_json:
-        print_json(key)
-    else:
-        echo(f"{key.id} revoked")
+@hub_options
+def revoke(key_id: str, **flags: Any) -> None:
+    """Make a key invalid at once."""
+    report(flags, lambda client: client.revoke_key(key_id), lambda key: echo(f"{key.id} revoked"))
 
 
 @key_command.command("rotate")
 @click.argument("key_id")
 @click.option(
-    "--overlap", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="So long the old one is good."
+    "--overlap",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="SECONDS",
+    help="How long the old secret stays valid. Default: 0.",
 )
-@as_json
-@settings(*TO_REACH)
-def rotate(key_id: str, overlap: float, as_json: bool, **flags: Any) -> None:
-    """Give a key a new secret and print it, this once."""
-    from comfyfleet.cli.hub_connection import ask, print_json
-
-    made = ask(flags, lambda client: client.rotate_key(key_id, overlap))
-    if as_json:
-        print_json(made)
-    else:
-        echo(made.key)
+@hub_options
+def rotate(key_id: str, overlap: float, **flags: Any) -> None:
+    """Give a key a new secret and print it, once."""
+    report(flags, lambda client: client.rotate_key(key_id, overlap), lambda made: echo(made.key))
 
 
 @key_command.command("invite")
 @click.option(
-    "--uses", type=click.IntRange(1), default=1, show_default=True, help="How many workers it is for."
+    "--uses",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="How many workers can use the token.",
 )
-@click.option("--hours", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
-@click.option("--prefix", default="", metavar="TEXT", help="What the ids of the workers begin with.")
+@click.option(
+    "--hours",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="How long the token is valid.",
+)
+@click.option("--prefix", default="", metavar="TEXT", help="Only for workers whose ids begin with this.")
 @click.option(
     "--replace",
     is_flag=True,
-    help="Also for workers that have a key, which then ends; else they are refused.",
+    help="Also accept workers that have a key, and revoke that key. Otherwise they are refused.",
 )
-@as_json
-@settings(*TO_REACH)
-def invite(uses: int, hours: float, prefix: str, replace: bool, as_json: bool, **flags: Any) -> None:
-    """Make a token with which workers fetch keys of their own, and show the command for their machines.
+@hub_options
+def invite(uses: int, hours: float, prefix: str, replace: bool, **flags: Any) -> None:
+    """Make an enrolment token for workers, and print the command to run on their machines.
 
-    At a terminal the whole command is shown. In a pipe standard output has the token alone, and standard error the
-    command without it, as that is often kept; with --json both are in the object.
+    A terminal gets the whole command. In a pipe, standard output has the token only, and standard error the command
+    without the token, because logs often keep it. With --json the object has both.
     """
     import shlex
-    import sys
 
-    from comfyfleet.cli.hub_connection import ask, plain, print_json
-    from comfyfleet.wire.keys import CreatedEnrolment
+    from comfyfleet.cli.hub_connection import read_hub
+    from comfyfleet.cli.settings import read_settings
+
+    chosen = {name: value for name, value in flags.items() if name not in ("as_json", "config")}
+    local = read_hub(read_settings(chosen, config=flags.get("config")).data)
 
     async def make(client: FleetClient) -> tuple[CreatedEnrolment, str]:
         made = await client.invite(
@@ -167,89 +153,88 @@ def invite(uses: int, hours: float, prefix: str, replace: bool, as_json: bool, *
         )
         return made, client.url
 
-    made, url = ask(flags, make)
-    far, is_near = _from_elsewhere(url)
-    words = ["worker", "--hub", far, "--enrol", made.token, "--server", "http://127.0.0.1:8188"]
-    if prefix:
-        words += ["--name", f"{prefix}1"]
-    command_ = f"comfyfleet {shlex.join(words)}"
-    if as_json:
-        print_json({**plain(made), "command": command_})
-        return
-    is_seen = sys.stdout.isatty()
-    echo(made.token)
-    machines = "On the other machine" if uses == 1 else f"On each of up to {uses} machines"
-    echo(f"{machines}, within {hours:g} h, where ComfyUI runs on port 8188:", err=not is_seen)
-    echo(f"  {command_ if is_seen else command_.replace(made.token, 'TOKEN')}", err=not is_seen)
-    if is_near:
-        echo(
-            f"This hub was asked at {url}. It must listen where that machine reaches it: start it with --host 0.0.0.0 "
-            "and a --certificate; or run the worker here, with that address",
-            err=True,
-        )
+    def command_of(found: tuple[CreatedEnrolment, str]) -> str:
+        made, url = found
+        hub, _ = _from_elsewhere(url)
+        words = ["worker", "--hub", hub, "--enrol", made.token, "--server", "http://127.0.0.1:8188"]
+        if prefix:
+            words += ["--name", f"{prefix}1"]
+        return f"comfyfleet {shlex.join(words)}"
+
+    def show(found: tuple[CreatedEnrolment, str]) -> None:
+        made, url = found
+        is_terminal = sys.stdout.isatty()
+        line = command_of(found)
+        echo(made.token)
+        machines = "On the other machine" if uses == 1 else f"On each of up to {uses} machines"
+        echo(f"{machines}, within {hours:g} h, where ComfyUI runs on port 8188:", err=not is_terminal)
+        echo(f"  {line if is_terminal else line.replace(made.token, 'TOKEN')}", err=not is_terminal)
+        elsewhere, is_here_only = _from_elsewhere(url)
+        if is_here_only and local is not None and local.host is not None and local.url == url.rstrip("/"):
+            echo(
+                f"The hub listens on {local.host}. If the other machine does not know {elsewhere}, use an address of "
+                "this machine that it can reach.",
+                err=True,
+            )
+        elif is_here_only:
+            echo(
+                f"This hub answered at {url}, which other machines cannot reach. Start it with --host 0.0.0.0 and a "
+                "--certificate. For a worker on this machine, use that address.",
+                err=True,
+            )
+
+    report(flags, make, show, json=lambda found: {**plain(found[0]), "command": command_of(found)})
 
 
 @key_command.command("invites")
-@as_json
-@settings(*TO_REACH)
-def invites(as_json: bool, **flags: Any) -> None:
-    """Every enrolment token, without its secret."""
-    import time
+@hub_options
+def invites(**flags: Any) -> None:
+    """List every enrolment token, without its secret."""
+    report(
+        flags,
+        lambda client: collect_all(client.invites, lambda page: page.enrolments),
+        _print_invites,
+    )
 
-    from comfyfleet.cli.hub_connection import ago, ask, print_json, print_table
-    from comfyfleet.wire.keys import EnrolmentView
 
-    async def every(client: FleetClient) -> list[EnrolmentView]:
-        page = await client.invites()
-        found = list(page.enrolments)
-        while page.cursor is not None:
-            page = await client.invites(page.cursor)
-            found += page.enrolments
-        return found
-
-    found = ask(flags, every)
-    if as_json:
-        print_json(found)
-        return
+def _print_invites(tokens: list[EnrolmentView]) -> None:
     now = time.time()
 
     def state(token: EnrolmentView) -> str:
         if token.is_good:
-            return "good"
+            return "valid"
         return "expired" if token.uses_left else "used up"
 
     rows = [
         [
             token.id,
             state(token),
-            str(token.uses_left),
+            token.uses_left,
             f"{token.worker_prefix}*",
-            "yes" if token.replace else "no",
+            token.replace,
             f"{ago(token.created_at, now)} ago",
         ]
-        for token in found
+        for token in tokens
     ]
-    heads = ["token", "state", "uses left", "for workers", "replaces keys", "made"]
-    print_table(heads, rows, empty="there are no enrolment tokens")
+    headings = ["token", "state", "uses left", "for workers", "replaces keys", "made"]
+    print_table(headings, rows, empty="There are no enrolment tokens.")
 
 
 @key_command.command("uninvite")
 @click.argument("token_id")
-@as_json
-@settings(*TO_REACH)
-def uninvite(token_id: str, as_json: bool, **flags: Any) -> None:
-    """End an enrolment token at once; keys that it gave stay."""
-    from comfyfleet.cli.hub_connection import ask, print_json
-
-    ask(flags, lambda client: client.uninvite(token_id))
-    if as_json:
-        print_json({"revoked": token_id})
-    else:
-        echo(f"{token_id} revoked")
+@hub_options
+def uninvite(token_id: str, **flags: Any) -> None:
+    """Make an enrolment token invalid at once. Keys made with it stay valid."""
+    report(
+        flags,
+        lambda client: client.uninvite(token_id),
+        lambda _: echo(f"{token_id} revoked"),
+        json=lambda _: {"revoked": token_id},
+    )
 
 
 def _from_elsewhere(url: str) -> tuple[str, bool]:
-    """The hub's address for other machines, with its port as it is; and whether it was asked at this machine's own."""
+    """The hub's address for other machines, and whether `url` is a loopback address."""
     import socket
     from urllib.parse import urlsplit
 
@@ -263,63 +248,57 @@ def _from_elsewhere(url: str) -> tuple[str, bool]:
 
 
 Kind = Literal["operations", "jobs"]
-_PAGE = 1000
+_PAGE_SIZE = 1000
 
 
 @group("audit")
 def audit_command() -> None:
-    """Look at the audit log, and check that nobody changed it."""
+    """Read the audit log, and verify that nobody changed it."""
 
 
 @audit_command.command("list")
 @click.option(
-    "--jobs", "is_of_jobs", is_flag=True, help="What callers did to jobs, in place of what operators did."
+    "--jobs", "is_of_jobs", is_flag=True, help="What callers did to jobs, instead of what operators did."
 )
 @click.option(
     "--hours",
     type=click.FloatRange(0, min_open=True),
     default=24.0,
     show_default=True,
-    help="Of the last so many hours.",
+    help="Only entries of the last HOURS.",
 )
-@click.option(
-    "--limit", type=click.IntRange(1), default=100, show_default=True, help="At most so many, the newest."
-)
-@as_json
-@settings(*TO_REACH)
-def list_audit(is_of_jobs: bool, hours: float, limit: int, as_json: bool, **flags: Any) -> None:
-    """The newest entries, in order of time."""
-    import time
+@limit_option(100)
+@hub_options
+def list_audit(is_of_jobs: bool, hours: float, limit: int, **flags: Any) -> None:
+    """List the newest entries, in order of time."""
     from collections import deque
-    from datetime import datetime
-
-    from comfyfleet.cli.hub_connection import ask, print_json, print_table
 
     async def newest(client: FleetClient) -> list[dict[str, Any]]:
         found: deque[dict[str, Any]] = deque(maxlen=limit)
-        async for entry in _every(
-            client, "jobs" if is_of_jobs else "operations", time.time() - hours * 3600, _PAGE
-        ):
+        kind: Kind = "jobs" if is_of_jobs else "operations"
+        async for entry in _entries(client, kind, time.time() - hours * 3600):
             found.append(entry)
         return list(found)
 
-    found = ask(flags, newest)
-    if as_json:
-        print_json(found)
-        return
+    report(flags, newest, _print_audit)
+
+
+def _print_audit(entries: list[dict[str, Any]]) -> None:
+    from datetime import datetime
+
     rows = [
         [
-            str(entry["number"]),
+            entry["number"],
             datetime.fromtimestamp(entry["at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S"),
-            entry.get("role") or "–",
-            entry.get("key_id") or "–",
+            entry.get("role") or None,
+            entry.get("key_id") or None,
             entry["action"],
             entry.get("target", ""),
             entry.get("outcome", ""),
         ]
-        for entry in found
+        for entry in entries
     ]
-    print_table(["", "at", "role", "key", "action", "target", "outcome"], rows, empty="nothing is noted")
+    print_table(["", "at", "role", "key", "action", "target", "outcome"], rows, empty="No entry matches.")
 
 
 @audit_command.command("verify")
@@ -328,19 +307,18 @@ def list_audit(is_of_jobs: bool, hours: float, limit: int, as_json: bool, **flag
     "notes",
     multiple=True,
     metavar="KIND=NUMBER:HASH",
-    help="A head that was noted before; it must still be there. Repeatable.",
+    help="A head that you noted before; the log must still contain it. Repeatable.",
 )
-@as_json
-@settings(*TO_REACH)
+@hub_options
 def verify(notes: tuple[str, ...], as_json: bool, **flags: Any) -> None:
-    """Check that no entry was changed, removed, moved or slipped in. The exit code is 1 if one was.
+    """Verify that no entry was changed, removed, moved or inserted. Exit code 1 means that one was.
 
-    Every hash is computed here, from what the hub lists. Whoever can write to the store could write its end anew,
-    so note the heads that are printed somewhere else, and give them with --since the next time.
+    This command computes every hash from the entries that the hub lists. Someone who can write to the store could
+    rewrite the end of the log, so keep the printed heads elsewhere and give them with --since the next time.
     """
-    from comfyfleet.cli.hub_connection import ask, print_json
+    from comfyfleet.cli.hub_connection import ask
 
-    noted = _noted(notes)
+    noted = _read_heads(notes)
 
     async def look(client: FleetClient) -> dict[str, AuditVerifier]:
         from comfyfleet.wire.keys import AuditVerifier
@@ -348,7 +326,7 @@ def verify(notes: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         found = {}
         for kind in get_args(Kind):
             found[kind] = verifier = AuditVerifier(noted.get(kind))
-            async for entry in _every(client, kind, None, _PAGE):
+            async for entry in _entries(client, kind, None):
                 verifier.take(entry)
             verifier.end()
         return found
@@ -363,33 +341,32 @@ def verify(notes: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         )
     else:
         for kind, each in found.items():
-            echo(f"{kind}={each.head}  {each.entries} entries, {'not whole' if each.problems else 'whole'}")
+            state = "not intact" if each.problems else "intact"
+            echo(f"{kind}={each.head}  {each.entries} entries, {state}")
             for problem in each.problems:
                 echo(f"  {problem}")
     if any(each.problems for each in found.values()):
-        raise CommandFailed("the audit log is not as it was written")
+        raise CommandFailed("someone changed the audit log; the lines above say where")
 
 
-def _noted(notes: tuple[str, ...]) -> dict[str, str]:
+def _read_heads(notes: tuple[str, ...]) -> dict[str, str]:
     noted = {}
     for text in notes:
         kind, _, note = text.partition("=")
         number, _, hash_ = note.partition(":")
         if kind not in get_args(Kind) or not number.isdigit() or len(hash_) != 64:
             raise CommandFailed(
-                f"{text!r} is no head: write it as it was printed, such as operations=1042:9f86d0…",
+                f"{text!r} is not a head. Write it as `audit verify` printed it: operations=1042:9f86d0…",
                 ExitCode.USAGE,
             )
         noted[kind] = note
     return noted
 
 
-async def _every(
-    client: FleetClient, kind: Kind, since: float | None, limit: int
-) -> AsyncIterator[dict[str, Any]]:
+async def _entries(client: FleetClient, kind: Kind, since: float | None) -> AsyncIterator[dict[str, Any]]:
     cursor: str | None = None
     while True:
-        page = await client.audit(kind, since=since, cursor=cursor, limit=limit)
+        page = await client.audit(kind, since=since, cursor=cursor, limit=_PAGE_SIZE)
         for entry in page.entries:
             yield entry
         if page.cursor is None:

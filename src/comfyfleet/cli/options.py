@@ -1,6 +1,6 @@
-"""The flags that several commands share: each is a setting's, so that environment and file can say the same.
+"""Flags that several commands share. Most belong to a setting, which the environment and the file can give too.
 
-A flag that was not given is None; `settings.py` looks for the value elsewhere then.
+A flag that was not given is None or empty; then `settings.py` reads the value elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AddressParam(StringParamType):
-    """An address; of several in an environment variable, commas or spaces lie between them."""
+    """A URL. An environment variable with several has commas or spaces between them."""
 
     name = "url"
 
@@ -23,14 +23,14 @@ class AddressParam(StringParamType):
         return rv.replace(",", " ").split()
 
 
-def level_of(said: Any) -> Any:
-    """A level of the log as it is called here; what is none stays as it is, for whoever refuses it."""
-    lower = said.lower() if isinstance(said, str) else said
+def level_of(given: Any) -> Any:
+    """The name of a log level in its usual spelling. Any other value is returned as it is and refused later."""
+    lower = given.lower() if isinstance(given, str) else given
     return "warning" if lower == "warn" else lower
 
 
 class Level(click.Choice[str]):
-    """Of the log, in capitals too and as `warn`: settings understand what is written so."""
+    """A log level, in any case and also as `warn`, as in the settings."""
 
     def __init__(self) -> None:
         super().__init__(["debug", "info", "warning", "error"], case_sensitive=False)
@@ -39,266 +39,178 @@ class Level(click.Choice[str]):
         return super().convert(level_of(value), param, ctx)
 
 
-def _option(*names: str, **more: Any) -> Callable[[F], F]:
-    return click.option(*names, default=None, **more)
+FLAG_NAMES = {
+    "servers": "--server",
+    "services": "--service",
+    "grace_s": "--grace",
+    "databases": "--database",
+    "allow_tenants": "--allow-tenant",
+    "deny_tenants": "--deny-tenant",
+    "trusted_proxies": "--trusted-proxy",
+    "quality_levels": "--quality-level",
+    "providers": "--provider",
+}
+"""The flags that are not named like their setting."""
+_SHORT_FLAGS = {"servers": "-s", "port": "-p"}
+
+_Flag = Callable[[str], Callable[[Any], Any]]
+"""Makes the click option of a setting from the name of the setting."""
 
 
-_OPTIONS: dict[str, Callable[[Any], Any]] = {
-    "config": _option(
-        "--config", metavar="FILE", help="Settings in TOML; comfyfleet.toml here unless given."
+def flag_of(name: str) -> str:
+    name = name.partition(".")[0]
+    return FLAG_NAMES.get(name, "--" + name.replace("_", "-"))
+
+
+def _flag(help_: str, **more: Any) -> _Flag:
+    def make(name: str) -> Callable[[Any], Any]:
+        short = _SHORT_FLAGS.get(name)
+        return click.option(*filter(None, (short, flag_of(name), name)), help=help_, **more)
+
+    return make
+
+
+def _text(metavar: str, help_: str) -> _Flag:
+    return _flag(help_, metavar=metavar)
+
+
+def _many(metavar: str, help_: str, **more: Any) -> _Flag:
+    return _flag(f"{help_} Repeatable.", metavar=metavar, multiple=True, **more)
+
+
+def _choice(choices: str, help_: str) -> _Flag:
+    return _flag(help_, type=click.Choice(choices.split()))
+
+
+def _switch(help_: str) -> _Flag:
+    return _flag(help_, is_flag=True, default=None)
+
+
+def _count(help_: str, least: int = 1) -> _Flag:
+    return _flag(help_, type=click.IntRange(least), metavar="N")
+
+
+def _amount(metavar: str, help_: str, *, may_be_zero: bool = False) -> _Flag:
+    return _flag(help_, type=click.FloatRange(0, min_open=not may_be_zero), metavar=metavar)
+
+
+def _port(help_: str) -> _Flag:
+    return _flag(help_, type=click.IntRange(0, 65535))
+
+
+_ADDRESS = AddressParam()
+
+_COMMON: dict[str, _Flag] = {
+    "config": _text("FILE", "Settings in TOML. Default: ./comfyfleet.toml."),
+    "data": _text("FOLDER", "Folder for the embedded store and keys. Default: your user data folder."),
+    "store": _text("URL", "Database for jobs: sqlite:///…, redis://…, rediss://… or postgresql://…"),
+    "log_level": _flag(
+        "What to log to standard error; info logs each request. Default: warning.", type=Level()
     ),
-    "data": _option(
-        "--data", metavar="FOLDER", help="Folder for the embedded store and keys; the user's unless given."
+    "log_format": _choice("text json", "Format of the log. Default: text."),
+}
+_SERVING: dict[str, _Flag] = {
+    "host": _text("ADDRESS", "Address to listen on. Default: 127.0.0.1."),
+    "port": _port("Port to listen on. Default: 3001; 0 takes a free one."),
+    "ws_port": _port("Also serve on this port, for clients that expect the WebSocket on a second port."),
+    "open": _switch("Need no key on this machine, and refuse all other machines."),
+    "certificate": _text("FILE", "Serve HTTPS with this certificate chain (PEM)."),
+    "certificate_key": _text("FILE", "The certificate's private key (PEM)."),
+    "assets": _text(
+        "URL", "Storage for files: s3://BUCKET/PREFIX, with its details in [s3]. Default: the data folder."
     ),
-    "store": _option(
-        "--store",
-        metavar="URL",
-        help="Where jobs are kept: sqlite:///…, redis://…, rediss://… or postgresql://…",
+    "databases": _many(
+        "NAME=URL", "A database for tenants: sqlite:///… or postgresql://… (better in [databases])."
     ),
-    "pools": click.option(
-        "--pool",
-        "pools",
-        multiple=True,
-        metavar="NAME=URL",
-        help="A database for tenants: sqlite:///… or postgresql://… (better in [pools]). Repeatable.",
+    "legacy_websocket": _choice(
+        "on warn off",
+        "Serve old callers and monitors over the WebSocket; warn logs who uses it. Default: on.",
     ),
-    "assets": _option(
-        "--assets",
-        metavar="URL",
-        help="Where files are kept: s3://BUCKET/PREFIX, the storage itself in [s3]; the data folder unless given.",
+    "webhook_allow": _many(
+        "NETWORK|NAME",
+        "A private target that webhooks may call, such as 10.0.0.0/8 or hooks.internal.",
+        type=_ADDRESS,
     ),
-    "host": _option("--host", metavar="ADDRESS", help="Where to listen; 127.0.0.1 unless given."),
-    "port": _option(
-        "-p", "--port", type=click.IntRange(0, 65535), help="3001 unless given; 0 takes a free one."
+    "trusted_proxies": _many(
+        "NETWORK", "A proxy in front of the hub whose X-Forwarded-For is trusted, such as 10.0.0.5."
     ),
-    "ws_port": _option(
-        "--ws-port",
-        type=click.IntRange(0, 65535),
-        help="Also serve the same on this port, for those who expect the WebSocket on one of its own.",
+}
+_DECLARED: dict[str, _Flag] = {
+    "environment": _choice("cloud self_hosted", "Where the worker runs. Default: self_hosted."),
+    "tenant_isolation": _choice(
+        "strict loose none",
+        "How tenants share the worker: strict serves allowed tenants only, loose serves them first. Default: none.",
     ),
-    "certificate": _option(
-        "--certificate", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM)."
+    "allow_tenants": _many("TENANT", "A tenant that a strict worker serves, or a loose one prefers."),
+    "deny_tenants": _many("TENANT", "A tenant that the worker never serves, even if allowed."),
+    "region": _text("NAME", "Region of the worker. Jobs can require it."),
+    "compliance": _many("NAME", "What the worker complies with, such as gdpr. Jobs can require it."),
+    "cost_tier": _choice(
+        "economy standard premium", "Cost tier of the worker. Default: standard. Jobs can set a maximum."
     ),
-    "certificate_key": _option(
-        "--certificate-key", metavar="FILE", help="The certificate's private key (PEM)."
+    "rate": _amount("AMOUNT", "What an hour of the worker costs.", may_be_zero=True),
+    "providers": _many("NAME", "Who provides the worker's services. Default: local. Jobs can require it."),
+    "quality_levels": _many(
+        "NAME", "A quality level that the worker offers, such as fast. Jobs can require it."
     ),
-    "open": click.option(
-        "--open",
-        "open",
-        is_flag=True,
-        default=None,
-        help="Ask nobody on this machine for a key, and serve nobody else.",
+    "speed": _amount("FACTOR", "Relative speed. Default: 1. Counts until enough jobs were measured."),
+    "gpu_count": _count("Number of GPUs, instead of what the server reports."),
+    "gpu_memory_gb": _amount("GB", "Memory of each GPU, instead of what the server reports."),
+    "gpu_model": _text("NAME", "Model of the GPUs, instead of what the server reports."),
+    "cpu_cores": _count("CPU cores of the server's machine."),
+    "cpu_threads": _count("CPU threads of the server's machine."),
+    "memory_gb": _amount("GB", "Memory of the server's machine, instead of what the server reports."),
+}
+_WORKER: dict[str, _Flag] = {
+    "servers": _many("URL", "A ComfyUI server, such as http://127.0.0.1:8188.", type=_ADDRESS),
+    "services": _many("NAME=ADDRESS", "Another service that the same worker offers.", type=_ADDRESS),
+    "server_folder": _text(
+        "PATH",
+        "ComfyUI's folder on this machine's disk. The worker deletes outputs there once the hub has them. Needs "
+        "exactly one --server.",
     ),
-    "servers": click.option(
-        "-s",
-        "--server",
-        "servers",
-        type=AddressParam(),
-        multiple=True,
-        metavar="URL",
-        help="A ComfyUI server, such as http://127.0.0.1:8188. Repeatable.",
+    "clear_history": _switch("Remove completed jobs from the servers' history."),
+    "fake": _count("Also start this many fake servers.", least=0),
+    "fake_version": _many(
+        "X.Y.Z", "The ComfyUI release that fake servers behave like, in turn. Default: 0.7.0."
     ),
-    "services": click.option(
-        "--service",
-        "services",
-        type=AddressParam(),
-        multiple=True,
-        metavar="NAME=ADDRESS",
-        help="A further service that the same worker offers. Repeatable.",
+    "slots": _count("Jobs that a server gets at a time. Default: 1."),
+    "grace_s": _amount(
+        "SECONDS",
+        "How long running jobs may take to finish after the first signal. Then they go back to the queue. Default: 60.",
+        may_be_zero=True,
     ),
-    "environment": _option(
-        "--environment",
-        type=click.Choice(["cloud", "self_hosted"]),
-        help="Where the worker says it runs; self_hosted unless given.",
+    "name": _text(
+        "NAME",
+        "The worker's name, unique in the fleet (several servers: NAME-1, NAME-2 …). Default: the server's host and "
+        "port, with this machine's name instead of a loopback address.",
     ),
-    "tenant_isolation": _option(
-        "--tenant-isolation",
-        type=click.Choice(["strict", "loose", "none"]),
-        help="How tenants share it: strict works for allowed ones alone, loose for them first; none unless given.",
+    "enrol": _text("TOKEN", "Get the worker's own key with this token, once."),
+    "transport": _choice(
+        "http websocket",
+        "How to talk to the hub: long polling (http, the default), or one WebSocket for all slots.",
     ),
-    "allow_tenants": click.option(
-        "--allow-tenant",
-        "allow_tenants",
-        multiple=True,
-        metavar="TENANT",
-        help="A tenant that a strict worker works for, or a loose one prefers. Repeatable.",
+}
+_HUB: dict[str, _Flag] = {
+    "hub": _many(
+        "URL",
+        "The hub. Default: the one on this machine. With several hubs on one store, the next is tried if one does "
+        "not answer.",
+        type=_ADDRESS,
     ),
-    "deny_tenants": click.option(
-        "--deny-tenant",
-        "deny_tenants",
-        multiple=True,
-        metavar="TENANT",
-        help="A tenant that the worker never works for, allowed or not. Repeatable.",
-    ),
-    "region": _option("--region", metavar="NAME", help="Where the worker is; jobs can ask for it."),
-    "compliance": click.option(
-        "--compliance",
-        "compliance",
-        multiple=True,
-        metavar="NAME",
-        help="What the worker complies with, such as gdpr; jobs can ask for it. Repeatable.",
-    ),
-    "cost_tier": _option(
-        "--cost-tier",
-        type=click.Choice(["economy", "standard", "premium"]),
-        help="How dear the worker is; standard unless given. Jobs can say the most that may be paid.",
-    ),
-    "rate": _option(
-        "--rate", type=click.FloatRange(0), metavar="AMOUNT", help="What an hour of the worker costs."
-    ),
-    "providers": click.option(
-        "--provider",
-        "providers",
-        multiple=True,
-        metavar="NAME",
-        help="Who provides the worker's services; local unless given. Jobs can ask for it. Repeatable.",
-    ),
-    "quality_levels": click.option(
-        "--quality-level",
-        "quality_levels",
-        multiple=True,
-        metavar="NAME",
-        help="A quality level that the worker offers, such as fast; jobs can ask for it. Repeatable.",
-    ),
-    "speed": _option(
-        "--speed",
-        type=click.FloatRange(0, min_open=True),
-        metavar="FACTOR",
-        help="How fast it is; 1 is usual. Counts until enough was measured.",
-    ),
-    "gpu_count": _option(
-        "--gpu-count", type=click.IntRange(1), metavar="N", help="GPUs, in place of what the server tells."
-    ),
-    "gpu_memory_gb": _option(
-        "--gpu-memory-gb",
-        type=click.FloatRange(0, min_open=True),
-        metavar="GB",
-        help="Memory of each, in place of what the server tells.",
-    ),
-    "gpu_model": _option(
-        "--gpu-model", metavar="NAME", help="Their model, in place of what the server tells."
-    ),
-    "cpu_cores": _option(
-        "--cpu-cores", type=click.IntRange(1), metavar="N", help="CPU cores of the server's machine."
-    ),
-    "cpu_threads": _option(
-        "--cpu-threads", type=click.IntRange(1), metavar="N", help="CPU threads of the server's machine."
-    ),
-    "memory_gb": _option(
-        "--memory-gb",
-        type=click.FloatRange(0, min_open=True),
-        metavar="GB",
-        help="Memory of the server's machine, in place of what the server tells.",
-    ),
-    "server_folder": _option(
-        "--server-folder",
-        metavar="PATH",
-        help="ComfyUI's own folder, where its disk is this machine's: what a job left there is removed once the hub "
-        "has it. With one --server.",
-    ),
-    "clear_history": click.option(
-        "--clear-history",
-        "clear_history",
-        is_flag=True,
-        default=None,
-        help="Remove what completed from the servers' history.",
-    ),
-    "fake": _option("--fake", type=click.IntRange(0), metavar="N", help="Also start so many fake servers."),
-    "fake_version": click.option(
-        "--fake-version",
-        "fake_version",
-        multiple=True,
-        metavar="X.Y.Z",
-        help="The ComfyUI release that fake servers behave like; 0.7.0 unless given. Repeatable: in turn.",
-    ),
-    "slots": _option(
-        "--slots", type=click.IntRange(1), metavar="N", help="Jobs a server gets at a time; 1 unless given."
-    ),
-    "grace_s": _option(
-        "--grace",
-        "grace_s",
-        type=click.FloatRange(0),
-        metavar="SECONDS",
-        help="How long what runs may take to end after the first signal; 60 unless given. Then it is given back.",
-    ),
-    "name": _option(
-        "--name",
-        metavar="NAME",
-        help="The worker's name in the fleet (with several servers NAME-1, NAME-2 …). Unless given: the server's host "
-        "and port, with this machine's name in place of a loopback address. Every worker of a fleet needs its own.",
-    ),
-    "hub": click.option(
-        "--hub",
-        "hub",
-        type=AddressParam(),
-        multiple=True,
-        metavar="URL",
-        help="The hub; the one on this machine unless given. Repeatable, for hubs on one store: where one does not "
-        "answer, the next is asked.",
-    ),
-    "key": _option(
-        "--key", metavar="KEY", help="The key for it. Better in COMFYFLEET_KEY, or found by itself."
-    ),
-    "enrol": _option("--enrol", metavar="TOKEN", help="Fetch a key of its own with this token, once."),
-    "transport": _option(
-        "--transport",
-        type=click.Choice(["http", "websocket"]),
-        help="How to speak to the hub: requests that wait (http, unless given), or one WebSocket for all slots.",
-    ),
-    "trust": _option("--trust", metavar="FILE", help="Certificates to trust at the hub (PEM)."),
-    "legacy_websocket": _option(
-        "--legacy-websocket",
-        type=click.Choice(["on", "warn", "off"]),
-        help="Whether callers and monitors are served over the WebSocket: on unless given; warn logs who still comes.",
-    ),
-    "webhook_allow": click.option(
-        "--webhook-allow",
-        "webhook_allow",
-        type=AddressParam(),
-        multiple=True,
-        metavar="NETWORK|NAME",
-        help="What webhooks may call beside public addresses, such as 10.0.0.0/8 or hooks.internal. Repeatable.",
-    ),
-    "trusted_proxies": click.option(
-        "--trusted-proxy",
-        "trusted_proxies",
-        multiple=True,
-        metavar="NETWORK",
-        help="A proxy in front of the hub whose X-Forwarded-For is believed, such as 10.0.0.5. Repeatable.",
-    ),
-    "log_level": _option(
-        "--log-level",
-        type=Level(),
-        help="What is logged to standard error; warning unless given. info has a line for each request.",
-    ),
-    "log_format": _option("--log-format", type=click.Choice(["text", "json"]), help="text unless given."),
+    "key": _text("KEY", "The key for the hub. Better in COMFYFLEET_KEY."),
+    "trust": _text("FILE", "Certificates to trust at the hub (PEM)."),
 }
 
-OF_A_WORKER = (
-    "environment",
-    "tenant_isolation",
-    "allow_tenants",
-    "deny_tenants",
-    "region",
-    "compliance",
-    "cost_tier",
-    "rate",
-    "providers",
-    "quality_levels",
-    "speed",
-    "gpu_count",
-    "gpu_memory_gb",
-    "gpu_model",
-    "cpu_cores",
-    "cpu_threads",
-    "memory_gb",
-)
-"""What a worker says of itself that nobody can find out."""
+_OPTIONS = {name: flag(name) for name, flag in (_COMMON | _HUB | _SERVING | _WORKER | _DECLARED).items()}
 
-EVERY = tuple(_OPTIONS)
-
-TO_REACH = ("config", "data", "hub", "key", "trust")
-"""What every command needs that asks a hub."""
+EVERY_SETTING = tuple(_OPTIONS)
+WORKER_SETTINGS = tuple(_DECLARED)
+"""What a worker declares about itself."""
+SERVING_SETTINGS = (*_SERVING, "data", "store", "log_level", "log_format", "config")
+"""What a hub needs to serve."""
+HUB_SETTINGS = ("config", "data", *_HUB)
+"""What a command needs to call a hub."""
 
 
 def settings(*names: str) -> Callable[[F], F]:
@@ -317,6 +229,21 @@ fake_beside_real = click.option(
     is_flag=True,
     help="Let fake servers take jobs although the fleet has real workers.",
 )
-"""No setting: whoever wants it says so each time."""
+"""Not a setting: give it each time."""
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+set_option = click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="NODE.INPUT=VALUE",
+    help="Change an input, such as 6.text='a cat' or 3.seed=-1 (a random seed). Repeatable.",
+)
+attach_option = click.option(
+    "--attach",
+    "attachments",
+    multiple=True,
+    metavar="NODE.INPUT=FILE",
+    help="Upload a file and use it as an input, such as 10.image=photo.png. Repeatable.",
+)

@@ -1,14 +1,11 @@
-"""What goes to a terminal or into a log: text of others without the characters that would steer it.
+"""Everything that commands print: text, JSON and tables.
 
-A failure message or a worker's name may hold escape sequences, carriage returns or marks that turn the direction of
-writing. Every command prints by `echo` and every log line is made by `LineFormatter`; both show such characters as
-what they are. Imports nothing heavy, as every command imports it.
+Failure messages and worker names come from others and may hold escape sequences, carriage returns or marks that change
+the direction of writing. Every command prints with `echo`, and `LineFormatter` makes every log line. Both show such
+characters as escapes. Every command imports this module, so it imports nothing heavy.
 
-Tables for a terminal of any width, and for pipes.
-
-In a terminal a table fits: first the ids in its first column are shortened, then its last column wraps, or so many of
-the last ones as are said to, and where that does not suffice each row stands by itself, a line for each cell. In a pipe
-nothing is shortened, wrapped or cut off.
+In a terminal, a table fits the width: first the ids in the first column are shortened, then the last columns wrap, and
+at last each row becomes a block with one line for each cell. In a pipe nothing is shortened or wrapped.
 """
 
 from __future__ import annotations
@@ -20,19 +17,18 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import click
 
-# Control characters but for tab and line feed; separators of lines; marks that turn the direction of writing.
-_STEERING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
-)
+# Control characters except tab and line feed; line separators; marks that change the direction of writing.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def escaped(text: str, *, is_line: bool = False) -> str:
-    """The same text, as it is where nothing in it steers. `is_line`: a line feed would begin another one, and is shown
-    too. What is JSON stays JSON: its strings have no control characters below 128, and the others are escaped alike."""
-    text = _STEERING.sub(_shown, text)
+    """The text with its control characters shown as escapes. `is_line`: line feeds too. JSON stays valid JSON: its
+    strings hold no raw control characters below 128, and JSON escapes the others in the same way."""
+    text = _CONTROL.sub(_shown, text)
     return text.replace("\n", "\\n") if is_line else text
 
 
@@ -41,61 +37,124 @@ def _shown(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
 
 
-def echo(message: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """`click.echo`, for text that others may have written."""
-    text = message.decode(errors="replace") if isinstance(message, bytes) else str(message)
-    click.echo(escaped(text), err=err, nl=nl)
+def echo(message: object = "", *, err: bool = False, nl: bool = True, wraps: bool | None = None) -> None:
+    """`click.echo` with control characters escaped. `wraps`: break long lines between words in a terminal, by default
+    those of standard error."""
+    text = escaped(message.decode(errors="replace") if isinstance(message, bytes) else str(message))
+    stream = sys.stderr if err else sys.stdout
+    if (err if wraps is None else wraps) and stream.isatty() and "\n" not in text and text[:1] != " ":
+        # An indented line is a command to copy.
+        columns = os.get_terminal_size(stream.fileno()).columns or len(text)
+        text = textwrap.fill(
+            text, max(_MIN_WRAPPED_WIDTH, columns), break_long_words=False, break_on_hyphens=False
+        )
+    click.echo(text, err=err, nl=nl)
 
 
 class LineFormatter(logging.Formatter):
-    """One line for each message, whatever is in it; a traceback follows it, indented."""
+    """Writes each message on one line, with an indented traceback below it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.message = self._struck_out(record.getMessage())
+        record.message = self._without_secrets(record.getMessage())
         if self.usesTime():
             record.asctime = self.formatTime(record, self.datefmt)
         lines = [escaped(self.formatMessage(record) + self._about(), is_line=True)]
         for more in (record.exc_info and self.formatException(record.exc_info), record.stack_info):
             if more:
-                lines += [f"  {line}" for line in escaped(self._struck_out(more)).split("\n")]
+                lines += [f"  {line}" for line in escaped(self._without_secrets(more)).split("\n")]
         return "\n".join(lines)
 
-    def _struck_out(self, text: str) -> str:
-        """For whoever knows of secrets."""
+    def _without_secrets(self, text: str) -> str:
+        """Removes secrets; a subclass knows them."""
         return text
 
     def _about(self) -> str:
-        """For whoever knows what the line is about."""
+        """The job, worker and trace of the line; a subclass knows them."""
         return ""
 
 
+def print_json(value: Any) -> None:
+    """One object or list, indented. Unset fields are null."""
+    import msgspec
+
+    echo(msgspec.json.format(msgspec.json.encode(plain(value))).decode())
+
+
+def plain(value: Any) -> Any:
+    """The value as dicts, lists and scalars, with every field that the wire format would omit."""
+    import msgspec
+
+    if isinstance(value, msgspec.Struct):
+        tag = value.__struct_config__
+        kind = {} if tag.tag_field is None else {tag.tag_field: tag.tag}
+        return kind | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return msgspec.to_builtins(value)
+
+
+def cell(value: object) -> str:
+    """A value as people read it: a dash for nothing, yes or no, a list with commas."""
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if value else "no"
+        case list() | tuple():
+            return ", ".join(map(str, value))
+        case _:
+            return str(value)
+
+
+def print_pairs(pairs: Mapping[str, object] | Sequence[tuple[str, object]], indent: str = "") -> None:
+    """One name and value on each line, the values below each other."""
+    rows = list(pairs.items()) if isinstance(pairs, Mapping) else pairs
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        echo(f"{indent}{name:<{width}}  {cell(value)}")
+
+
+def ago(at: float | None, now: float) -> str:
+    """The time since `at`, in one unit."""
+    if at is None:
+        return "–"
+    seconds = max(0.0, now - at)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 _GAP = 2
-_LAST = 12
-"""Columns that the last cell needs to be readable when it wraps."""
+_MIN_WRAPPED_WIDTH = 12
+"""Columns that a wrapped cell needs to stay readable."""
 
 
 def print_table(
     headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[object]],
     *,
     empty: str,
     short: Mapping[str, str] | None = None,
     wraps: int = 1,
 ) -> None:
-    """`short`: what may stand for a first cell where there is no room for all of it. `wraps`: how many of the last
-    columns may wrap."""
+    """The one printer of tables. `short`: shorter texts for first cells in a narrow terminal. `wraps`: how many of the
+    last columns may wrap."""
     if not rows:
         echo(empty)
         return
-    for line in lines_of(headings, rows, _width(), short or {}, wraps):
+    cells = [[cell(value) for value in row] for row in rows]
+    for line in lines_of(headings, cells, _width(), short or {}, wraps):
         echo(line)
 
 
 def _width() -> int | None:
-    """None: as wide as it is. Whoever says COLUMNS means it, in a pipe too."""
-    said = os.environ.get("COLUMNS", "")
-    if said.isdigit() and int(said):
-        return int(said)
+    """The width to fit. None: no limit. COLUMNS counts in a pipe too."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns):
+        return int(columns)
     if not sys.stdout.isatty():
         return None
     try:
@@ -111,13 +170,13 @@ def lines_of(
     short: Mapping[str, str],
     wraps: int = 1,
 ) -> Iterator[str]:
-    cells = [[escaped(cell, is_line=True) for cell in row] for row in rows]
+    cells = [[escaped(text, is_line=True) for text in row] for row in rows]
     if width is not None and _sum(_widths([headings, *cells])) > width:
         cells = [[short.get(first, first), *others] for first, *others in cells]
         widths = _widths([headings, *cells])
         wrapped = _shared(widths[-wraps:], width - sum(widths[:-wraps]) - _GAP * (len(widths) - 1))
         for heading, wanted, given in zip(headings[-wraps:], widths[-wraps:], wrapped, strict=True):
-            if given < min(wanted, max(_LAST, len(heading))):
+            if given < min(wanted, max(_MIN_WRAPPED_WIDTH, len(heading))):
                 yield from _blocks(headings, cells, width)
                 return
         widths[-wraps:] = wrapped
@@ -136,7 +195,7 @@ def _sum(widths: Sequence[int]) -> int:
 
 
 def _shared(widths: Sequence[int], room: int) -> list[int]:
-    """The room in equal parts; what one does not need the others get."""
+    """Shares the room equally; what one column does not need goes to the others."""
     given = [0] * len(widths)
     for left, (wanted, index) in zip(
         range(len(widths), 0, -1), sorted((width, index) for index, width in enumerate(widths)), strict=True
@@ -147,9 +206,9 @@ def _shared(widths: Sequence[int], room: int) -> list[int]:
 
 
 def _row(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    columns = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+    columns = [_wrapped(text, width) for text, width in zip(row, widths, strict=True)]
     for line in zip_longest(*columns, fillvalue=""):
-        parts = (cell.ljust(width + _GAP) for cell, width in zip(line, widths, strict=True))
+        parts = (text.ljust(width + _GAP) for text, width in zip(line, widths, strict=True))
         yield "".join(parts).rstrip()
 
 
@@ -159,9 +218,9 @@ def _blocks(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) 
         if number:
             yield ""
         yield first
-        for heading, cell in zip(headings[1:], others, strict=True):
+        for heading, text in zip(headings[1:], others, strict=True):
             begin = f"  {heading.ljust(names)}"
-            for line in _wrapped(cell, max(_LAST, width - len(begin))) if cell else ():
+            for line in _wrapped(text, max(_MIN_WRAPPED_WIDTH, width - len(begin))) if text else ():
                 yield begin + line
                 begin = " " * len(begin)
 

@@ -1,9 +1,7 @@
-"""SIGINT and SIGTERM for programs that serve: the first one is a request, the second an order.
+"""Signals and logs of a program that serves (`up`, `hub`, `worker`).
 
-Logs on standard error: lines for people, or an object a line for machines, each with what it is about.
-
-Whoever logs says what happened; request, trace, job, attempt and worker come from `tracing.py`. Keys and passwords are
-struck out here once more, whoever let them slip in.
+The first SIGINT or SIGTERM asks it to finish, the second stops it at once. Logs go to standard error as text or JSON
+lines. `tracing.py` adds the request, trace, job, attempt and worker. Keys and passwords are removed from every line.
 """
 
 from __future__ import annotations
@@ -27,39 +25,39 @@ T = TypeVar("T")
 
 
 class Signals:
-    """Use it as a context manager, inside a loop."""
+    """Use it as a context manager, inside an event loop."""
 
     def __init__(self) -> None:
-        self.came: list[int] = []
+        self.received: list[int] = []
         self._changed = asyncio.Event()
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in _heard():
-            with contextlib.suppress(NotImplementedError):  # loops of Windows know no signals
-                loop.add_signal_handler(number, self._hear, number)
+        for number in _handled():
+            with contextlib.suppress(NotImplementedError):  # event loops on Windows have no signal handlers
+                loop.add_signal_handler(number, self._receive, number)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         loop = asyncio.get_running_loop()
-        for number in _heard():
+        for number in _handled():
             with contextlib.suppress(NotImplementedError):
                 loop.remove_signal_handler(number)
 
-    def _hear(self, number: int) -> None:
-        self.came.append(number)
+    def _receive(self, number: int) -> None:
+        self.received.append(number)
         self._changed.set()
 
     async def before(self, work: Coroutine[Any, Any, T], count: int) -> tuple[T] | None:
-        """What the work answers. None: so many signals came before, and it was cancelled."""
+        """The result of the work. None: `count` signals came first, and the work was cancelled."""
         task = asyncio.create_task(work)
-        while len(self.came) < count:
+        while len(self.received) < count:
             self._changed.clear()
-            heard = asyncio.create_task(self._changed.wait())
-            await asyncio.wait({task, heard}, return_when=asyncio.FIRST_COMPLETED)
-            heard.cancel()
+            signalled = asyncio.create_task(self._changed.wait())
+            await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
+            signalled.cancel()
             if task.done():
                 return (task.result(),)
         task.cancel()
@@ -67,12 +65,12 @@ class Signals:
         return None
 
     async def wait(self, count: int = 1) -> None:
-        while len(self.came) < count:
+        while len(self.received) < count:
             self._changed.clear()
             await self._changed.wait()
 
 
-def _heard() -> tuple[signal.Signals, ...]:
+def _handled() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM)
 
 
@@ -83,11 +81,11 @@ _SECRETS = (
     (re.compile(r"(\w://)[^/@\s\"']+@"), r"\1…@"),
     (re.compile(r"""(["']?token["']?\s*[:=]\s*["'])[^"']+"""), r"\1…"),
 )
-_TALKATIVE = ("asyncio", "uvicorn", "websockets", "aiohttp", "multipart")
-"""Below warnings these tell of sockets and frames, with all that is in them."""
+_VERBOSE = ("asyncio", "uvicorn", "websockets", "aiohttp", "multipart")
+"""Below warnings, these log sockets and frames with their content."""
 
 
-def struck_out(text: str) -> str:
+def without_secrets(text: str) -> str:
     for form, instead in _SECRETS:
         text = form.sub(instead, text)
     return text
@@ -97,8 +95,8 @@ class TextFormatter(LineFormatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def _struck_out(self, text: str) -> str:
-        return struck_out(text)
+    def _without_secrets(self, text: str) -> str:
+        return without_secrets(text)
 
     def _about(self) -> str:
         about = " ".join(f"{name}={value}" for name, value in tracing.fields().items())
@@ -107,25 +105,25 @@ class TextFormatter(LineFormatter):
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "at": record.created,
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": struck_out(record.getMessage()),
+            "message": without_secrets(record.getMessage()),
             **tracing.fields(),
         }
         if record.exc_info:
-            told["traceback"] = struck_out(self.formatException(record.exc_info))
-        return escaped(msgspec.json.encode(told).decode(), is_line=True)
+            entry["traceback"] = without_secrets(self.formatException(record.exc_info))
+        return escaped(msgspec.json.encode(entry).decode(), is_line=True)
 
 
 def set_up(level: str, format_: str) -> None:
-    """In place of what was set up before; debugging, once asked for, stays."""
+    """Replaces the handlers before. --debug stays in force."""
     root = logging.getLogger()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format_ == "json" else TextFormatter())
     is_debugging = root.level == logging.DEBUG
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if is_debugging else level.upper())
-    for name in _TALKATIVE:
+    for name in _VERBOSE:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,10 +1,6 @@
-"""`comfyfleet run`: one workflow on one of some servers, its progress and its files.
+"""`comfyfleet run`, `hash` and `convert`: workflow files run on servers, described, or converted.
 
-A short composition over `WorkflowPool`: the pool chooses the server, tries again and takes the job back on Ctrl-C.
-
-`comfyfleet hash`: what a workflow is and what it needs, without any server.
-
-`comfyfleet convert`: a workflow as the editor saves it, made into the graph that servers run, by a hub.
+`run` composes a `WorkflowPool`: the pool chooses the server and retries. Ctrl-C cancels the job.
 """
 
 from __future__ import annotations
@@ -14,10 +10,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from comfyfleet.cli import command_help
-from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, ExitCode, OutputParam, about, make_folder, run
-from comfyfleet.cli.options import TO_REACH, AddressParam, as_json, settings
-from comfyfleet.cli.output import echo
+from comfyfleet.cli.command import command
+from comfyfleet.cli.exit_codes import (
+    OUT_HELP,
+    CommandFailed,
+    ExitCode,
+    OutputParam,
+    naming_file,
+    output_folder,
+    run,
+)
+from comfyfleet.cli.options import HUB_SETTINGS, AddressParam, as_json, attach_option, set_option, settings
+from comfyfleet.cli.output import print_json, print_pairs
 
 if TYPE_CHECKING:
     from comfyfleet.cli.watch import RunProgress
@@ -26,13 +30,13 @@ if TYPE_CHECKING:
     from comfyfleet.pool.pool import WorkflowPool
 
 
-_TAKE_BACK_S = 5.0
-"""How long a server gets to confirm that an interrupted job was stopped."""
-_LEAVE_S = 1.0
-"""Whatever has not ended by itself then is left so soon."""
+_CANCEL_TIMEOUT_S = 5.0
+"""How long a server gets to confirm that it stopped an interrupted job."""
+_STOP_GRACE_S = 1.0
+"""How long anything else may take to stop."""
 
 
-@command_help.command("run")
+@command("run")
 @click.argument("workflow", type=click.File("rb"))
 @click.option(
     "-s",
@@ -48,43 +52,28 @@ _LEAVE_S = 1.0
 @click.option(
     "--store",
     metavar="URL",
-    help="Leave the job to the workers on this store instead: redis://… or postgresql://…",
+    help="Use the workers on this store instead: redis://… or postgresql://…",
 )
-@click.option(
-    "--set",
-    "changes",
-    multiple=True,
-    metavar="NODE.INPUT=VALUE",
-    help="Change an input, such as 6.text='a cat' or 3.seed=-1 (a random one). Repeatable.",
-)
-@click.option(
-    "--attach",
-    "attachments",
-    multiple=True,
-    metavar="NODE.INPUT=FILE",
-    help="Upload a file and give its name to an input, such as 10.image=photo.png. Repeatable.",
-)
+@set_option
+@attach_option
 @click.option(
     "--priority", type=click.IntRange(-1000, 1000), default=0, show_default=True, help="Higher runs first."
 )
 @click.option(
-    "--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Give up after so many."
+    "--max-attempts",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Give up after this many attempts.",
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
-    help="Give up after so long, waiting included.",
+    help="Give up after this time, waiting included.",
 )
-@click.option(
-    "-o",
-    "--out",
-    type=OutputParam(),
-    default=".",
-    metavar="FOLDER",
-    help=OUT_HELP,
-)
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but the paths of the outputs.")
+@click.option("-o", "--out", type=OutputParam(), default=".", metavar="FOLDER", help=OUT_HELP)
+@click.option("-q", "--quiet", is_flag=True, help="Print only the paths of the outputs.")
 @as_json
 def run_command(
     workflow: BinaryIO,
@@ -101,15 +90,17 @@ def run_command(
 ) -> None:
     """Run a WORKFLOW file on the best of some servers and download its outputs.
 
-    WORKFLOW is a file of ComfyUI, exported or as the editor saves it, or - for standard input. The paths of the
-    outputs go to standard output, everything else to standard error.
+    WORKFLOW is a ComfyUI file in the API format or as the editor saves it, or - for standard input. Standard output
+    gets the paths of the outputs, standard error everything else.
     """
     from comfyfleet.worker.connectors.comfyui.settings import parse_address
 
     if not servers and store is None:
-        raise click.UsageError("Missing option '-s' / '--server' (env var: 'COMFYFLEET_SERVERS'), or --store")
+        raise click.UsageError(
+            "Missing option '-s' / '--server' (env var: 'COMFYFLEET_SERVERS'), or --store."
+        )
     addresses: dict[str, str] = {}
-    # With a store the workers there are meant, whatever servers the environment knows.
+    # --store means the workers there, so servers from the environment do not count.
     for server in servers if store is None else ():
         try:
             addresses.setdefault(parse_address(server).server_id, server)
@@ -124,29 +115,30 @@ def run_command(
     }
     if not draft.is_of_editor:
         options["attachments"] = [_attachment(draft.graph, text) for text in attachments]
-    # Better to know now that there is no place for the outputs than after an hour of work.
-    make_folder(out.folder)
-    run(_run(draft, list(addresses.values()), store, attachments, options, out, quiet, as_json))
+    # Fail now rather than after an hour of work if the outputs cannot be written.
+    with output_folder(out.folder):
+        run(_run(draft, list(addresses.values()), store, attachments, options, out, quiet, as_json))
 
 
 class WorkflowDraft:
-    """A workflow file with the changes asked for. One that the editor saved is converted before that."""
+    """A workflow file with the changes of --set. A workflow of the editor is converted before it is changed."""
 
     def __init__(self, file: BinaryIO, changes: tuple[str, ...]) -> None:
         from comfyfleet.model.editor_conversion import is_editor_workflow
-        from comfyfleet.model.workflow import parse_workflow, read_workflow_file
+        from comfyfleet.model.workflow import read_workflow_file
+        from comfyfleet.model.workflow_graph import parse_workflow
 
         self._changes = changes
-        with about(file.name):
+        with naming_file(file.name):
             found = read_workflow_file(file, file.name)
             self.is_of_editor = is_editor_workflow(found)
             self.graph: dict[str, Any] = found
             if not self.is_of_editor:
-                # Checked before anything is changed in it, so that a fault of the file is told as one.
+                # Checked before the changes, so that a mistake in the file is reported as one.
                 self.change(parse_workflow(found).to_graph())
 
     def change(self, graph: dict[str, Any]) -> None:
-        """Makes the changes in this graph, which is what the file means."""
+        """Makes the changes in this graph: the one of the file, in the API format."""
         self.graph, self.is_of_editor = graph, False
         for change in self._changes:
             change_input(graph, change)
@@ -157,7 +149,7 @@ def change_input(graph: dict[str, dict[str, Any]], text: str) -> None:
 
     node, name, value = _target(graph, text, "--set")
     if isinstance(graph[node]["inputs"][name], str):
-        # Where a text was, everything is text: a prompt may well be "1984".
+        # A text input stays a text: a prompt may be "1984".
         graph[node]["inputs"][name] = value
         return
     try:
@@ -168,11 +160,15 @@ def change_input(graph: dict[str, dict[str, Any]], text: str) -> None:
 
 def attached_file(graph: dict[str, dict[str, Any]], text: str) -> tuple[str, Path]:
     """The input and the file in NODE.INPUT=FILE."""
+    node, name, path = _readable_file(graph, text)
+    return f"{node}.{name}", path
+
+
+def _readable_file(graph: dict[str, dict[str, Any]], text: str) -> tuple[str, str, Path]:
     node, name, value = _target(graph, text, "--attach")
-    path = Path(value)
     try:
-        with path.open("rb"):
-            return f"{node}.{name}", path
+        with Path(value).open("rb"):
+            return node, name, Path(value)
     except OSError as error:
         raise click.BadParameter(f"cannot read {value}: {error.strerror}", param_hint="--attach") from error
 
@@ -188,11 +184,8 @@ def taken_output(graph: dict[str, dict[str, Any]], text: str) -> dict[str, str]:
 def _attachment(graph: dict[str, dict[str, Any]], text: str) -> Attachment:
     from comfyfleet.pool.options import attach
 
-    node, name, value = _target(graph, text, "--attach")
-    try:
-        return attach(Path(value), node, name)
-    except OSError as error:
-        raise click.BadParameter(f"cannot read {value}: {error.strerror}", param_hint="--attach") from error
+    node, name, path = _readable_file(graph, text)
+    return attach(path, node, name)
 
 
 def _target(graph: dict[str, dict[str, Any]], text: str, option: str) -> tuple[str, str, str]:
@@ -227,16 +220,15 @@ async def _run(
 ) -> None:
     import asyncio
 
-    from comfyfleet.cli.hub_connection import print_json
     from comfyfleet.cli.watch import RunProgress
     from comfyfleet.pool.output_files import write_new
     from comfyfleet.pool.pool import WorkflowPool
     from comfyfleet.worker.settings import AgentSettings
 
     with RunProgress(is_quiet, as_json) as progress:
-        agent = AgentSettings(stop_grace_s=_LEAVE_S)
+        agent = AgentSettings(stop_grace_s=_STOP_GRACE_S)
         async with WorkflowPool(servers, store=store or "memory:", agent=agent) as pool:
-            leave = pool.on("*", progress.hear)
+            leave = pool.on("*", progress.on_event)
             if store is None:
                 await _must_reach_one(pool, progress)
             if draft.is_of_editor:
@@ -246,17 +238,17 @@ async def _run(
             try:
                 result = await pool.wait(job_id)
             except asyncio.CancelledError:
-                # What an interruption takes back is no news.
+                # The user asked to stop: do not report it as a failure.
                 leave()
-                await _take_back(pool, job_id, progress)
+                await _cancel(pool, job_id, progress)
                 raise
             record = await pool.get_job(job_id)
             for node, seed in record.seeds.items():
-                progress.say(f"node {node} got the seed {seed}")
+                progress.print_line(f"node {node} used the seed {seed}")
             if not result.files:
-                progress.say("the workflow completed and left no files")
+                progress.print_line("The workflow completed without output files.")
             for index, file in enumerate(result.files, start=1):
-                # One after the other: what is saved is told even where the next one fails.
+                # One after the other: each saved path is printed even if the next file fails.
                 content = await pool.fetch(file, record.client_id)
                 progress.saved(await write_new(out, file, content, job=job_id, index=index))
             if as_json:
@@ -272,19 +264,19 @@ async def _run(
                 )
 
 
-async def _take_back(pool: WorkflowPool, job_id: str, progress: RunProgress) -> None:
-    """Within `_TAKE_BACK_S`, or until a second Ctrl-C. Says where the job may still run."""
+async def _cancel(pool: WorkflowPool, job_id: str, progress: RunProgress) -> None:
+    """Within `_CANCEL_TIMEOUT_S`, or until a second Ctrl-C. Warns if the job may still run."""
     import asyncio
 
-    progress.answer("taking the job back… Ctrl-C again leaves at once")
+    progress.answer("Cancelling the job … Ctrl-C again exits at once.")
     client_id = (await pool.get_job(job_id)).client_id
     try:
         await pool.cancel(job_id)
-        await pool.wait_for_record(job_id, _TAKE_BACK_S)
+        await pool.wait_for_record(job_id, _CANCEL_TIMEOUT_S)
     except TimeoutError:
-        progress.warn(f"{client_id} did not confirm that the job was stopped: it may still run there")
+        progress.warn(f"{client_id} did not confirm that it stopped the job, which may still run there.")
     except asyncio.CancelledError:
-        progress.warn(f"{client_id} was not waited for to stop the job: it may still run there")
+        progress.warn(f"did not wait until {client_id} stopped the job, which may still run there.")
         raise
 
 
@@ -294,17 +286,15 @@ async def _must_reach_one(pool: WorkflowPool, progress: RunProgress) -> None:
     servers = (await pool.stats()).servers
     away = [server for server in servers if server.state != "online"]
     if len(away) == len(servers):
-        told = "; ".join(
+        states = "; ".join(
             f"{server.id} is offline: {server.reason or 'it does not answer'}" for server in servers
         )
         hint = ""
         if without := [server.id for server in servers if not _has_port(server.url or "")]:
-            hint = (
-                f" No port was given for {', '.join(without)}: ComfyUI's own is 8188, as in http://gpu:8188"
-            )
-        raise CommandFailed(f"no ComfyUI server answers. {told}{hint}", ExitCode.UNREACHABLE)
+            hint = f" {', '.join(without)} has no port. ComfyUI's default is 8188, as in http://gpu:8188."
+        raise CommandFailed(f"no ComfyUI server answers. {states}{hint}", ExitCode.UNREACHABLE)
     for server in away:
-        progress.say(offline_words(server.id, server.reason))
+        progress.print_line(offline_words(server.id, server.reason))
 
 
 def _has_port(url: str) -> bool:
@@ -315,60 +305,50 @@ def _has_port(url: str) -> bool:
 
 @click.command("hash")
 @click.argument("workflow", type=click.File("rb"))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@as_json
 def hash_command(workflow: BinaryIO, as_json: bool) -> None:
     """Show the hashes of a WORKFLOW file and what it needs.
 
     WORKFLOW is a file in ComfyUI's API format, a picture that ComfyUI saved, or - for standard input. Workflows that
-    differ only in prompts, seeds and numbers have the same structural hash: failures are counted, and servers blocked,
-    for each structural hash. The exact hash differs with every value.
+    differ only in prompts, seeds and numbers have the same workflow hash. Failures are counted, and servers blocked,
+    by workflow hash. The exact hash changes with every value.
     """
-    from comfyfleet.model.workflow import (
-        exact_hash,
-        hash_workflow,
-        parse_workflow,
-        read_needs,
-        read_workflow_file,
-    )
+    from comfyfleet.model.workflow import read_needs, read_workflow_file
+    from comfyfleet.model.workflow_graph import parse_workflow
+    from comfyfleet.model.workflow_hash import exact_hash, hash_workflow
 
-    with about(workflow.name):
+    with naming_file(workflow.name):
         parsed = parse_workflow(read_workflow_file(workflow, workflow.name))
     needs = read_needs(parsed)
-    lists = {
+    found = {
+        "workflow_hash": hash_workflow(parsed),
+        "exact_hash": exact_hash(parsed),
+        "nodes": len(parsed.nodes),
         "node_classes": sorted(needs.node_classes),
         "models": sorted(needs.models),
         "input_files": sorted(needs.input_files),
     }
     if as_json:
-        import msgspec
-
-        found = {
-            "workflow_hash": hash_workflow(parsed),
-            "exact_hash": exact_hash(parsed),
-            "nodes": len(parsed.nodes),
-            **lists,
-        }
-        echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        print_json(found)
         return
-    echo(f"workflow hash  {hash_workflow(parsed)}")
-    echo(f"exact hash     {exact_hash(parsed)}")
-    echo(f"nodes          {len(parsed.nodes)}")
-    for name, values in lists.items():
-        label = name.replace("_", " ")
-        for index, value in enumerate(values or ["–"]):
-            echo(f"{label if index == 0 else '':<15}{value}")
+    # One line for each item of a list, the name on the first.
+    pairs: list[tuple[str, object]] = []
+    for name, value in found.items():
+        items = (value or [None]) if isinstance(value, list) else [value]
+        pairs += [(name.replace("_", " ") if index == 0 else "", item) for index, item in enumerate(items)]
+    print_pairs(pairs)
 
 
 @click.command("convert")
 @click.argument("workflow", type=click.File("rb"))
-@settings(*TO_REACH)
+@settings(*HUB_SETTINGS)
 def convert_command(workflow: BinaryIO, **flags: Any) -> None:
     """Print a WORKFLOW of the ComfyUI editor in the API format.
 
-    A worker of the hub must have all of its nodes. `submit` and `run` convert by themselves; this shows the ids and
-    the inputs that --set takes.
+    A worker of the hub must have all of its nodes. `submit` and `run` convert by themselves; use this to see the node
+    ids and inputs for --set.
     """
-    from comfyfleet.cli.hub_connection import ask, print_json
+    from comfyfleet.cli.hub_connection import ask
 
     draft = WorkflowDraft(workflow, ())
     if draft.is_of_editor:

@@ -1,4 +1,4 @@
-"""The servers of a program by their names in the fleet: those that were given, those found here, fake ones."""
+"""The ComfyUI servers of `up` and `worker`: those that were named, those found on this machine, and fake ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ANSWER_S = 2.0
 
 
 def named(addresses: Sequence[str], name: str | None, slots: int, *, alone: bool = True) -> list[Server]:
-    """Each once. `alone`: no other servers follow, so that a single one has the name as it is."""
+    """Each server once. `alone`: there are no others, so a single server gets the name without a number."""
     servers: dict[str, Server] = {}
     for number, address in enumerate(addresses, start=1):
         try:
@@ -59,19 +59,19 @@ def named(addresses: Sequence[str], name: str | None, slots: int, *, alone: bool
     return list(servers.values())
 
 
-def tidied(servers: list[Server], resolved: ResolvedSettings) -> list[Server]:
-    """With what is to be removed from each once the hub has it."""
+def with_cleanup(servers: list[Server], resolved: ResolvedSettings) -> list[Server]:
+    """The servers with their settings for cleaning up."""
     chosen = resolved.values
     folder = None if chosen.server_folder is None else Path(chosen.server_folder).expanduser()
     if folder is not None:
         if len(servers) != 1:
             raise resolved.wrong(
-                "server_folder", "it is the folder of one server: start a worker for each --server"
+                "server_folder", "it belongs to one server. Start a worker for each --server."
             )
         if not (folder / "output").is_dir():
             raise resolved.wrong(
                 "server_folder",
-                f"{folder} has no folder 'output': name the folder that ComfyUI was started in",
+                f"{folder} has no folder 'output'. Name the folder that ComfyUI was started in.",
             )
     return [
         msgspec.structs.replace(server, folder=folder, clears_history=chosen.clear_history)
@@ -80,11 +80,11 @@ def tidied(servers: list[Server], resolved: ResolvedSettings) -> list[Server]:
 
 
 def with_services(servers: list[Server], resolved: ResolvedSettings) -> list[Server]:
-    """With the further services of the one worker there is then."""
+    """The servers with other services. There is only one worker then."""
     chosen = resolved.values
     more = tuple(_service(resolved, given) for given in chosen.services)
     if more and (len(servers) > 1 or chosen.fake):
-        raise resolved.wrong("services", "they belong to one worker: start one with at most one --server")
+        raise resolved.wrong("services", "they belong to one worker. Start it with at most one --server.")
     if more and servers:
         servers = [msgspec.structs.replace(servers[0], more=more)]
     elif more:
@@ -92,24 +92,26 @@ def with_services(servers: list[Server], resolved: ResolvedSettings) -> list[Ser
         servers = [Server(id=worker, slots=chosen.slots, connector=more[0], more=more[1:])]
     names = [each.service_name for each in more] + (["comfyui"] if chosen.servers else [])
     if len(set(names)) != len(names):
-        raise resolved.wrong("services", "a worker has one connector for each service: name each once")
+        raise resolved.wrong(
+            "services", "a worker has one connector for each service. Name each service once."
+        )
     return servers
 
 
 def declared_in(resolved: ResolvedSettings, *, fake_beside_real: bool = False) -> Capabilities:
-    """What a worker of this process says of itself."""
+    """The capabilities that the settings declare for the workers of this process."""
     chosen = resolved.values
     isolation = chosen.tenant_isolation or "none"
     if isolation == "strict" and not chosen.allow_tenants:
         raise resolved.wrong(
             "tenant_isolation",
-            "a strict worker works for allowed tenants alone: name them with --allow-tenant",
+            "a strict worker serves allowed tenants only. Name them with --allow-tenant.",
         )
     if isolation == "none" and chosen.allow_tenants:
-        # Whoever allows some means to keep out the others, or to put them behind.
+        # A list of allowed tenants means that the others are refused or come later.
         raise resolved.wrong(
             "allow_tenants",
-            "say --tenant-isolation strict to work for these alone, or loose to work for these first",
+            "add --tenant-isolation strict to serve only these tenants, or loose to serve them first",
         )
     names = dict.fromkeys(["comfyui", "simulated", *(each.partition("=")[0] for each in chosen.services)])
     return Capabilities(
@@ -140,14 +142,14 @@ def _service(resolved: ResolvedSettings, given: str) -> Connector:
     name, separator, address = given.partition("=")
     try:
         if not separator:
-            raise ValueError(f"a service is NAME=ADDRESS, not {given!r}; there are: {', '.join(CONNECTORS)}")
+            raise ValueError(f"{given!r} is not NAME=ADDRESS. Known names: {', '.join(CONNECTORS)}.")
         return connect(name, address)
     except ValueError as error:
         raise resolved.wrong("services", str(error)) from error
 
 
 async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: ResolvedSettings) -> list[Server]:
-    """Fake servers in this process, which end with the stack."""
+    """Starts fake servers in this process. They stop with the stack."""
     if not count:
         return []
     from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
@@ -166,7 +168,7 @@ async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved
             fake = await stack.enter_async_context(FakeComfyUI(settings))
         except PillowMissing as error:
             raise CommandFailed(str(error)) from error
-        # It ends with this process: nothing is left to go on with.
+        # It stops with this process, so a journal would be useless.
         server = Server(
             fake.url, id=f"{name}-fake-{number}", slots=resolved.values.slots, keeps_journal=False
         )
@@ -175,7 +177,7 @@ async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved
 
 
 class FoundServers(msgspec.Struct, frozen=True):
-    """The addresses of the ComfyUI servers that answer on this machine, and those of fake ones."""
+    """The addresses of the real and the fake ComfyUI servers that answer on this machine."""
 
     servers: tuple[str, ...]
     fakes: tuple[str, ...]
@@ -188,13 +190,13 @@ async def found_here(ports: Iterable[int] = LOCAL_PORTS) -> FoundServers:
         answers = await asyncio.gather(*(_stats(session, url) for url in urls))
     found = [(url, is_fake(stats)) for url, stats in zip(urls, answers, strict=True) if stats is not None]
     return FoundServers(
-        tuple(url for url, is_pretended in found if not is_pretended),
-        tuple(url for url, is_pretended in found if is_pretended),
+        tuple(url for url, is_a_fake in found if not is_a_fake),
+        tuple(url for url, is_a_fake in found if is_a_fake),
     )
 
 
 async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
-    """What ComfyUI says of its machine. None: there is no ComfyUI."""
+    """ComfyUI's answer about its machine. None: no ComfyUI answers there."""
     try:
         async with session.get(f"{url}/system_stats", allow_redirects=False) as response:
             body = msgspec.json.decode(await response.content.read(1024 * 1024))
@@ -204,7 +206,7 @@ async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | N
 
 
 def journals(resolved: ResolvedSettings) -> Path:
-    """Where workers write what they run."""
+    """The folder in which workers note the jobs that they run."""
     return resolved.data / "journal"
 
 
@@ -212,5 +214,6 @@ def this_process() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def tell_state(worker: str, state: AgentState) -> None:
-    echo(f"{worker}: {state.status.value}" + (f" ({state.reason})" if state.reason else ""))
+def print_state(worker: str, state: AgentState) -> None:
+    has_reason = state.reason not in ("", "drain", "stop")
+    echo(f"{worker}: {state.status.value}" + (f" ({state.reason})" if has_reason else ""))

@@ -1,9 +1,7 @@
-"""Every setting of the programs, from wherever it was said: a flag, the environment, one TOML file, or nowhere.
+"""Reads every setting: from a flag, the environment or a TOML file. The first of them wins.
 
-A setting has one name in all three places (`--log-level`, `COMFYFLEET_LOG_LEVEL`, `log_level`); the first of them wins.
-What cannot be understood is told with its name and its place. Only this module reads the environment for settings.
-
-The setting `trusted_proxies` as the hub understands it.
+A setting has one name in all three places (`--log-level`, `COMFYFLEET_LOG_LEVEL`, `log_level`). An error names the
+setting and its source. Only this module reads the environment for settings.
 """
 
 from __future__ import annotations
@@ -20,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
-from comfyfleet.cli.options import level_of
+from comfyfleet.cli.options import flag_of, level_of
 from comfyfleet.cli.settings_schema import (
     ADDRESSES,
     CREDENTIALS,
+    DATABASE_KINDS,
+    DATABASE_NAME,
+    DATABASES,
     ELSEWHERE,
     FILE_NAME,
-    FLAGS,
-    KEPT,
     LISTS,
+    OLD_DATABASES,
     OLD_NAMES,
     OTHERS,
     PASSWORD,
-    POOL_KINDS,
-    POOL_NAME,
-    POOLS,
     PREFIX,
+    RETENTION_RULES,
     SECRET,
     TABLES,
     TOGETHER,
@@ -44,7 +42,7 @@ from comfyfleet.cli.settings_schema import (
     Settings,
 )
 from comfyfleet.cli.settings_schema import CAPS as CAPS
-from comfyfleet.client.discovery import usual_data
+from comfyfleet.client.discovery import default_data_folder
 from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.hub.http.proxies import TrustedProxies
 from comfyfleet.policy.rules import DAY_S, RULES, Retention, Rules, problem_of
@@ -65,7 +63,7 @@ _FLAG = 3
 
 
 class Origin(msgspec.Struct, frozen=True, order=True):
-    """Where a value came from; a higher rank wins."""
+    """The source of a value; a higher rank wins."""
 
     rank: int
     place: str
@@ -81,19 +79,19 @@ DEFAULT = Origin(0, "default")
 class ResolvedSettings(msgspec.Struct, frozen=True):
     values: Settings
     origins: dict[str, Origin]
-    """By name; those of a table as `limits.max_depth`. What is not here is the default."""
-    unheard: tuple[str, ...] = ()
-    """Variables that look like ours and mean nothing."""
+    """By name; in a table as `limits.max_depth`. A setting that is not here has its default."""
+    unknown_variables: tuple[str, ...] = ()
+    """Variables that begin with COMFYFLEET_ and are not a setting."""
 
     def origin(self, name: str) -> Origin:
         return self.origins.get(name, DEFAULT)
 
     def limits(self) -> HubLimits:
-        at_the_door = {name: value for name, value in self.values.limits.items() if name not in CAPS}
-        return msgspec.convert(at_the_door, HubLimits)
+        limits = {name: value for name, value in self.values.limits.items() if name not in CAPS}
+        return msgspec.convert(limits, HubLimits)
 
     def rules(self) -> Rules:
-        # As in a pool: a run that neither starts nor moves for so long is stuck.
+        # As in a pool: a run that does not start or make progress for this long is stuck.
         usual = {"start_timeout_s": 600.0, "stall_timeout_s": 600.0}
         caps = {name: value for name, value in self.values.limits.items() if name in CAPS}
         kept = {RULES[name]: days * DAY_S for name, days in self.values.retention.items() if name in RULES}
@@ -129,16 +127,16 @@ class ResolvedSettings(msgspec.Struct, frozen=True):
         return Path(self.values.data)
 
     def wrong(self, name: str, why: str) -> CommandFailed:
-        """The error about a setting, for whoever finds out later that it will not do."""
+        """The error about a setting that is found to be wrong later."""
         return _wrong(name, self.origin(name), why)
 
     def shown(self) -> Iterator[tuple[str, Any, str]]:
-        """Each setting with the value that it has, as it may be seen, and its place."""
+        """Each setting with its value, without secrets, and its source."""
         for name in Settings.__struct_fields__:
             value = getattr(self.values, name)
             if name in TABLES:
                 value = self._whole_table(name)
-            if name in TABLES or name == POOLS:
+            if name in TABLES or name == DATABASES:
                 for field in sorted(value):
                     full = f"{name}.{field}"
                     yield full, masked(full, value[field]), self.origin(full).place
@@ -146,12 +144,12 @@ class ResolvedSettings(msgspec.Struct, frozen=True):
             yield name, masked(name, value), self.origin(name).place
 
     def _whole_table(self, table: str) -> dict[str, Any]:
-        """What was said and what stands unless said."""
+        """The given values and the defaults."""
         usual = {each.name: each.default for each in msgspec.structs.fields(TABLES[table])}
         if table in ("rules", "limits"):
             usual |= msgspec.structs.asdict(self.rules())
-        said = getattr(self.values, table)
-        return {name: msgspec.to_builtins(said.get(name, usual[name])) for name in _fields(table)}
+        given = getattr(self.values, table)
+        return {name: msgspec.to_builtins(given.get(name, usual[name])) for name in _fields(table)}
 
 
 def masked(name: str, value: Any) -> Any:
@@ -161,14 +159,9 @@ def masked(name: str, value: Any) -> Any:
         return "…"
     if isinstance(value, tuple):
         return [masked(name, each) for each in value]
-    if name not in ADDRESSES and name.partition(".")[0] != POOLS:
+    if name not in ADDRESSES and name.partition(".")[0] != DATABASES:
         return value
     return PASSWORD.sub(r"\1…", CREDENTIALS.sub(r"\1…@", value))
-
-
-def flag_of(name: str) -> str:
-    name = name.partition(".")[0]
-    return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def variable_of(name: str) -> str:
@@ -183,15 +176,15 @@ def read_settings(
     old_store: bool = True,
     mistakes: list[CommandFailed] | None = None,
 ) -> ResolvedSettings:
-    """`flags` that are None or empty were not given. `config` is the file; else the variable's, else the one here.
-    `old_store`: whether the store may be named as others name theirs. `mistakes` takes every one of them, with settings
-    as if what is wrong had not been said; without it the first is raised."""
+    """`flags` that are None or empty were not given. `config` is the file; by default COMFYFLEET_CONFIG, then the file
+    in the current folder. `old_store`: whether variables such as REDIS_URL may name the store. `mistakes` collects all
+    mistakes, and wrong settings keep their defaults; without it the first mistake is raised."""
     environment = os.environ if environment is None else environment
     found = _Found(mistakes)
     path = _file(config, environment)
     if path is not None:
         found.take_file(path)
-    unheard = _take_environment(found, environment, old_store)
+    unknown = _take_environment(found, environment, old_store)
     for name, value in (flags or {}).items():
         if value is not None and value != ():
             found.put(name, value, Origin(_FLAG, f"flag {flag_of(name)}"))
@@ -199,31 +192,32 @@ def read_settings(
     if values.get("assets"):
         _take_others(found, environment)
     if not values.get("data"):
-        values["data"] = str(usual_data(environment))
-    resolved = ResolvedSettings(msgspec.convert(values, Settings), found.origins, unheard)
-    said = resolved.values
+        values["data"] = str(default_data_folder(environment))
+    resolved = ResolvedSettings(msgspec.convert(values, Settings), found.origins, unknown)
+    values_ = resolved.values
     checks = (
-        (said.webhook_allow, resolved.allowed),
-        (said.rules, resolved.rules),
-        (said.trusted_proxies, lambda: proxies_of(resolved)),
+        (values_.webhook_allow, resolved.allowed),
+        (values_.rules, resolved.rules),
+        (values_.trusted_proxies, lambda: proxies_of(resolved)),
     )
-    for is_said, check in checks:
-        if is_said:
-            with found.noting():
+    for is_given, check in checks:
+        if is_given:
+            with found.collecting():
                 check()
     return resolved
 
 
 class _Found:
-    """What was said so far, the nearest last."""
+    """The values so far. A later one replaces an earlier one."""
 
     def __init__(self, mistakes: list[CommandFailed] | None) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
+        self._database_tables: dict[str, Origin] = {}
         self._mistakes = mistakes
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         try:
             yield
         except CommandFailed as mistake:
@@ -233,27 +227,30 @@ class _Found:
 
     def take_file(self, path: Path) -> None:
         origin = Origin(1, f"file {path}")
-        with self.noting():
+        with self.collecting():
             for name, value in _read_file(path).items():
-                if name not in TABLES and name != POOLS:
+                if name not in (*TABLES, DATABASES, OLD_DATABASES):
                     self.put(name, value, origin)
                 elif isinstance(value, dict):
                     for field, each in value.items():
                         self.put(f"{name}.{field}", each, origin)
                 else:
-                    with self.noting():
-                        raise _wrong(name, origin, f"it is a table: write [{name}] and its settings below")
+                    with self.collecting():
+                        raise _wrong(
+                            name, origin, f"it is a table. Write [{name}] and its settings below it."
+                        )
 
     def put(self, name: str, value: Any, origin: Origin) -> None:
-        with self.noting():
-            if name == POOLS:
-                self._put_pools(value, origin)
-                return
+        with self.collecting():
             table, _, field = name.rpartition(".")
-            if table == POOLS:
-                _check_pool(field, value, origin)
-                self.values.setdefault(POOLS, {})[field] = value
-                self.origins[name] = origin
+            if name in (DATABASES, OLD_DATABASES):
+                self._put_databases(name, value, origin)
+                return
+            if table in (DATABASES, OLD_DATABASES):
+                self._check_one_table(table, origin)
+                _check_database(field, value, origin)
+                self.values.setdefault(DATABASES, {})[field] = value
+                self.origins[f"{DATABASES}.{field}"] = origin
                 return
             fields = _fields(table)
             if (table and table not in TABLES) or field not in fields or name in TABLES:
@@ -262,7 +259,7 @@ class _Found:
                 value = value.replace(",", " ").split()
             if name == "log_level":
                 value = level_of(value)
-            # What comes as text is read as what it should be; a file and a flag have kinds of their own.
+            # A variable is text and is converted; values of a file and a flag have types.
             is_text = origin.rank == 2
             try:
                 value = msgspec.convert(value, fields[field], strict=not is_text)
@@ -274,19 +271,28 @@ class _Found:
                 self.values[name] = value
             self.origins[name] = origin
 
-    def _put_pools(self, given: Iterable[str], origin: Origin) -> None:
+    def _put_databases(self, table: str, given: Iterable[str], origin: Origin) -> None:
         for each in given:
-            pool, equals, address = each.partition("=")
+            name, equals, address = each.partition("=")
             if not equals:
-                raise _wrong(POOLS, origin, f"{masked('store', each)!r} names no pool: write NAME=URL")
-            self.put(f"{POOLS}.{pool}", address, origin)
+                raise _wrong(table, origin, f"{masked('store', each)!r} has no name. Write NAME=URL.")
+            self.put(f"{table}.{name}", address, origin)
+
+    def _check_one_table(self, table: str, origin: Origin) -> None:
+        """The file and the environment use the new name or the old one. Flags add to either."""
+        if not origin.is_flag and table not in self._database_tables:
+            self._database_tables[table] = origin
+            if len(self._database_tables) > 1:
+                both = " and ".join(f"{name!r} ({at.place})" for name, at in self._database_tables.items())
+                why = f"{OLD_DATABASES!r} is the old name of {DATABASES!r}. Give only {DATABASES!r}."
+                raise CommandFailed(f"the settings {both} are the same: {why}", ExitCode.USAGE)
 
 
-def _check_pool(name: str, address: Any, origin: Origin) -> None:
-    if not POOL_NAME.fullmatch(name):
-        raise _wrong(POOLS, origin, f"{name!r} is no name for a pool: use letters, digits, _ and -")
-    if not isinstance(address, str) or address.partition(":")[0] not in POOL_KINDS:
-        raise _wrong(f"{POOLS}.{name}", origin, 'write "sqlite:///…" or "postgresql://…"')
+def _check_database(name: str, address: Any, origin: Origin) -> None:
+    if not DATABASE_NAME.fullmatch(name):
+        raise _wrong(DATABASES, origin, f"{name!r} is not a valid name. Use letters, digits, _ and -.")
+    if not isinstance(address, str) or address.partition(":")[0] not in DATABASE_KINDS:
+        raise _wrong(f"{DATABASES}.{name}", origin, 'write "sqlite:///…" or "postgresql://…"')
 
 
 def _file(config: str | Path | None, environment: Mapping[str, str]) -> Path | None:
@@ -302,40 +308,40 @@ def _read_file(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandFailed(
-            f"the settings in {path} cannot be read: {error.strerror}", ExitCode.USAGE
+            f"cannot read the settings in {path}: {error.strerror}", ExitCode.USAGE
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CommandFailed(f"{path} is not TOML: {error}", ExitCode.USAGE) from error
+        raise CommandFailed(f"{path} is not valid TOML: {error}", ExitCode.USAGE) from error
 
 
 def _take_environment(found: _Found, environment: Mapping[str, str], old_store: bool) -> tuple[str, ...]:
-    by_variable = {variable_of(name): name for name in _names()}
+    by_variable = {variable_of(name): name for name in (*_names(), OLD_DATABASES)}
     for name, olds in OLD_NAMES.items():
         if name == "store" and not old_store:
             continue
-        # The first of them wins, and our own wins over them all.
+        # The first of them wins; COMFYFLEET_… wins over all.
         for old in reversed(olds):
             if environment.get(old):
                 found.put(name, environment[old], Origin(2, f"environment {old}"))
-    unheard = []
+    unknown = []
     for variable, text in sorted(environment.items()):
         if not variable.startswith(PREFIX) or variable in ELSEWHERE or not text:
             continue
         if variable not in by_variable:
-            unheard.append(variable)
+            unknown.append(variable)
             continue
         name = by_variable[variable]
         value: Any = text.replace(",", " ").split() if name in LISTS else text
-        if name == POOLS:
-            # A comma may stand within an address, between two hosts.
+        if name in (DATABASES, OLD_DATABASES):
+            # A URL may contain commas, between hosts.
             value = re.split(r"[\s,]+(?=[\w-]+=)", text.strip())
         found.put(name, value, Origin(2, f"environment {variable}"))
-    return tuple(unheard)
+    return tuple(unknown)
 
 
 def _take_others(found: _Found, environment: Mapping[str, str]) -> None:
-    """What the machine's environment says to every program that uses a storage, where nobody said it to us. Credentials
-    are taken together or not at all: halves of two would open nothing."""
+    """Takes AWS_… variables for storage settings that are not given. Credentials are taken together or not at all:
+    parts of two do not work."""
     own = frozenset(found.values.get("s3", {}))
     has_own = not TOGETHER.isdisjoint(own)
     for field, names in OTHERS.items():
@@ -354,10 +360,10 @@ def _names() -> list[str]:
 
 
 def _fields(table: str) -> dict[str, Any]:
-    """What may stand in a table, with its type; in none, the settings themselves."""
+    """The settings of a table with their types. The empty name means the settings outside tables."""
     fields = {each.name: each.type for each in msgspec.structs.fields(TABLES.get(table, Settings))}
     if table == "rules":
-        return {name: kind for name, kind in fields.items() if name not in CAPS | KEPT}
+        return {name: kind for name, kind in fields.items() if name not in CAPS | RETENTION_RULES}
     if table == "limits":
         fields |= {each.name: each.type for each in msgspec.structs.fields(Rules) if each.name in CAPS}
     return fields
@@ -367,24 +373,21 @@ def variables() -> list[str]:
     return [variable_of(name) for name in _names()]
 
 
-def nearest(name: str, known: list[str], prefix: str = "", *, at_most: int | None = None) -> str:
-    """The end of a sentence about a name that nobody knows; `prefix` is what all of them begin with. Where none is
-    near, so many are listed."""
+def nearest(name: str, known: list[str], prefix: str = "", *, lists_all: bool = True) -> str:
+    """The end of a message about an unknown name: the most similar name, or all names. All begin with `prefix`."""
     by_rest = {each.removeprefix(prefix): each for each in known}
     found = difflib.get_close_matches(name.removeprefix(prefix), by_rest, 1, cutoff=0.5)
     if found:
         return f"; did you mean {by_rest[found[0]]!r}?"
-    if at_most == 0:
+    if not lists_all:
         return "; `comfyfleet config show` lists the settings"
-    return f"; there are: {', '.join(known)}"
+    return f"; known: {', '.join(known)}"
 
 
 def _unknown(name: str, origin: Origin) -> CommandFailed:
     known = [each for each in _names() if "." not in each or name.partition(".")[0] in TABLES]
-    return CommandFailed(
-        f"there is no setting {name!r} ({origin.place}){nearest(name, known)}", ExitCode.USAGE
-    )
+    return CommandFailed(f"{name!r} ({origin.place}) is not a setting{nearest(name, known)}", ExitCode.USAGE)
 
 
 def _wrong(name: str, origin: Origin, why: str) -> CommandFailed:
-    return CommandFailed(f"the setting {name!r} ({origin.place}) will not do: {why}", ExitCode.USAGE)
+    return CommandFailed(f"the setting {name!r} ({origin.place}) is not valid: {why}", ExitCode.USAGE)

@@ -1,4 +1,4 @@
-"""Which settings there are: their names, their kinds, and what each is unless said."""
+"""The settings: their names, types and defaults."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ PREFIX = "COMFYFLEET_"
 FILE_NAME = "comfyfleet.toml"
 
 OLD_NAMES = {"port": ("HUB_PORT",), "ws_port": ("WS_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
-"""What others called them in the environment."""
+"""Variables of other programs that are read too."""
 LISTS = frozenset(
     {"servers", "services", "webhook_allow", "trusted_proxies", "allow_tenants", "deny_tenants"}
     | {"compliance", "encryption.keys", "quality_levels", "providers", "hub"}
 )
-"""In the environment with commas or spaces between."""
+"""In the environment, commas or spaces separate the items."""
 SECRET = frozenset({"key", "enrol", "s3.secret_key", "s3.session_token", "encryption.keys"})
 ADDRESSES = frozenset({"store", "hub", "servers", "services", "assets", "s3.endpoint"})
 CREDENTIALS = re.compile(r"^((?:\w+=)?(?:\w+://)?)[^/]*@")
-"""A user and a password in an address, behind its scheme and the name of a service."""
+"""User and password in a URL, after its scheme and the name of a service."""
 PASSWORD = re.compile(r"([?&][^=&]*password=)[^&]*", re.IGNORECASE)
-"""The same as a parameter, which PostgreSQL takes."""
+"""A password as a parameter of the URL, as PostgreSQL accepts it."""
 CAPS = frozenset({"max_waiting", "max_open_bytes"})
-"""Rules of the engine that bound what it takes in: whoever looks for them looks among the limits."""
-KEPT = frozenset(RULES.values())
-"""Rules of the engine that say how long something is kept: they are said in days, with all others of the kind."""
+"""Rules of the engine that limit what it accepts. Users expect them in [limits]."""
+RETENTION_RULES = frozenset(RULES.values())
+"""Rules of the engine about how long something is kept. They are given in days, in [retention]."""
 ELSEWHERE = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}DEBUG", f"{PREFIX}COMPLETE"})
-"""Variables of ours that are no settings."""
+"""Our variables that are not settings."""
 
 OTHERS = {
     "access_key": ("AWS_ACCESS_KEY_ID",),
@@ -43,49 +43,37 @@ OTHERS = {
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
 }
-"""What other programs call the settings of a storage in the environment."""
+"""Variables of other programs for the storage of files."""
 TOGETHER = frozenset({"access_key", "secret_key", "session_token"})
-
-FLAGS = {
-    "servers": "--server",
-    "services": "--service",
-    "grace_s": "--grace",
-    "pools": "--pool",
-    "allow_tenants": "--allow-tenant",
-    "deny_tenants": "--deny-tenant",
-    "trusted_proxies": "--trusted-proxy",
-    "quality_levels": "--quality-level",
-    "providers": "--provider",
-}
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=1_000)]
 
 
 class S3Settings(msgspec.Struct, frozen=True):
-    """The storage that `assets` names a bucket of."""
+    """The S3-compatible storage of the bucket in `assets`."""
 
     endpoint: str = ""
-    """Its address, as hub, workers and callers reach it."""
+    """The address for the hub, workers and callers."""
     region: str = "us-east-1"
     path_style: bool = True
-    """Whether the bucket stands in the path; else it stands before the host's name."""
+    """Whether the bucket is in the path of the URL; otherwise it is in the host name."""
     access_key: str = ""
     secret_key: str = ""
     session_token: str = ""
 
 
 class EncryptionSettings(msgspec.Struct, frozen=True):
-    """Master keys, with which payloads and results are sealed at rest. None: they are not."""
+    """Master keys that encrypt payloads and results at rest. Without keys, nothing is encrypted."""
 
     keys: tuple[str, ...] = ()
     """Each as ID=KEY."""
     key_file: str = ""
-    """More of them, one a line. It is read again while a hub runs."""
+    """A file with more keys, one on each line. A running hub reads it again."""
     current: str = ""
-    """The id of the one that is used for what is new; the first unless said. `none`: nothing more is sealed."""
+    """The id of the key for new jobs; by default the first. `none`: new jobs are not encrypted."""
     data_key_days: Annotated[float, Meta(gt=0)] = 365.0
-    """After so long a tenant gets a new data key."""
+    """A tenant gets a new data key after this time."""
 
 
 TABLES: dict[str, type[msgspec.Struct]] = {
@@ -96,33 +84,35 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "retention": Retention,
     "comfyui": ServerLimits,
 }
-POOLS = "pools"
-"""A table too, whose names are the operator's own."""
-POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-POOL_KINDS = ("sqlite", "postgresql", "postgres")
+DATABASES = "databases"
+"""A table too; the operator chooses the names."""
+OLD_DATABASES = "pools"
+"""The old name of the table. It is read, but not shown."""
+DATABASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+DATABASE_KINDS = ("sqlite", "postgresql", "postgres")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str = ""
-    """The folder of what a program keeps: the embedded store, keys. Unless said, the user's folder for data."""
+    """The folder for the embedded store and keys. Default: the user's data folder."""
     store: str | None = None
-    """Where jobs are kept. Unless said, SQLite in the data folder."""
+    """The database for jobs. Default: SQLite in the data folder."""
     assets: str | None = None
-    """Where files are kept: s3://bucket/prefix. Unless said, in the data folder."""
+    """The storage for files: s3://bucket/prefix. Default: the data folder."""
     host: str = "127.0.0.1"
     port: Port = 3001
     ws_port: Port | None = None
-    """A second port with the same on it, for callers and workers that expect a WebSocket on one of its own."""
+    """A second port for clients that expect the WebSocket there."""
     certificate: str | None = None
     certificate_key: str | None = None
     open: bool = False
-    """Whoever asks from this machine needs no key; then nobody else is served."""
+    """No key is needed on this machine; other machines are refused."""
     servers: tuple[str, ...] = ()
     services: tuple[str, ...] = ()
-    """Further services of a worker, as NAME=ADDRESS."""
+    """Other services of a worker, as NAME=ADDRESS."""
     environment: Literal["cloud", "self_hosted"] | None = None
     tenant_isolation: Isolation | None = None
-    """How tenants share a worker: strict works for those it allows alone, loose for those first."""
+    """How tenants share a worker: strict serves allowed tenants only, loose serves them first."""
     allow_tenants: tuple[str, ...] = ()
     deny_tenants: tuple[str, ...] = ()
     region: str | None = None
@@ -131,21 +121,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate: Annotated[float, Meta(ge=0)] | None = None
     """What an hour of a worker costs."""
     providers: tuple[str, ...] = ()
-    """Who provides the services of a worker. Unless said, what its connectors say: local."""
+    """Who provides the services of a worker. Default: local, from its connectors."""
     quality_levels: tuple[str, ...] = ()
     speed: Annotated[float, Meta(gt=0)] | None = None
-    """How fast a worker is; 1 is usual."""
+    """Relative speed of a worker; 1 is normal."""
     gpu_count: Annotated[int, Meta(ge=1)] | None = None
     gpu_memory_gb: Annotated[float, Meta(gt=0)] | None = None
     gpu_model: str | None = None
-    """In place of what the server tells of its cards."""
+    """Instead of what the server reports about its GPUs."""
     cpu_cores: Annotated[int, Meta(ge=1)] | None = None
     cpu_threads: Annotated[int, Meta(ge=1)] | None = None
     memory_gb: Annotated[float, Meta(gt=0)] | None = None
     server_folder: str | None = None
-    """The folder of the one server there is, on this machine's disk: what jobs left there goes once it is kept."""
+    """The folder of the only server, on this machine's disk. Outputs there are deleted once the hub has them."""
     clear_history: bool = False
-    """Whether a worker removes its entries from its servers' history."""
+    """Whether a worker removes its jobs from the history of its servers."""
     fake: Count = 0
     fake_version: tuple[str, ...] = ()
     """The ComfyUI releases that fake servers behave like, in turn."""
@@ -153,26 +143,26 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: Annotated[float, Meta(ge=0)] = 60.0
     name: str | None = None
     hub: tuple[str, ...] = ()
-    """Where a hub answers; of several, which share a store, the next is asked where one does not."""
+    """The addresses of hubs on one store. The next is tried if one does not answer."""
     key: str | None = None
     enrol: str | None = None
     transport: Literal["http", "websocket"] = "http"
-    """How a worker speaks to its hub: a request for each call, or one connection for all."""
+    """How a worker talks to its hub: a request for each call, or one connection for all."""
     trust: str | None = None
-    """A file with the certificates to trust at the hub, beside those that the system trusts."""
+    """A file with certificates to trust at the hub, in addition to those of the system."""
     legacy_websocket: Literal["on", "warn", "off"] = "on"
-    """Whether callers and monitors are still served over the WebSocket; workers always are."""
+    """Whether old callers and monitors can use the WebSocket. Workers always can."""
     webhook_allow: tuple[str, ...] = ()
-    """Networks, addresses and names that webhooks may call beside public addresses."""
+    """Networks, addresses and names that webhooks may call, in addition to public addresses."""
     trusted_proxies: tuple[str, ...] = ()
-    """Networks and addresses of proxies whose X-Forwarded-For is believed."""
+    """Networks and addresses of proxies whose X-Forwarded-For is trusted."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     log_format: Literal["text", "json"] = "text"
     limits: dict[str, Any] = {}
     rules: dict[str, Any] = {}
     s3: dict[str, Any] = {}
-    pools: dict[str, str] = {}
-    """The databases that tenants are assigned to, by name. Unless said, one beside an embedded store."""
+    databases: dict[str, str] = {}
+    """The tenant databases, by name. Default: one beside an embedded store."""
     encryption: dict[str, Any] = {}
     retention: dict[str, Any] = {}
     comfyui: dict[str, Any] = {}

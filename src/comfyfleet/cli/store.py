@@ -1,37 +1,30 @@
-"""`comfyfleet store`: what an operator does to a store: look whether it is sound, make it small, copy it, move it.
+"""`comfyfleet store`: check a store, shrink it, copy it or move it.
 
-Each is a short composition over `stores/` and `engine/store_move.py`; here arguments are read and answers printed.
-
-`comfyfleet encryption`: master keys and data keys of a store whose jobs are sealed at rest.
-
-Works on the store itself: beside running hubs on Redis and PostgreSQL, and on a SQLite file while no hub has it open.
+The work is done by `stores/` and `engine/store_move.py`; this module reads arguments and prints answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from comfyfleet.cli.command_help import group
+from comfyfleet.cli.command import group
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, run
-from comfyfleet.cli.options import as_json, settings
-from comfyfleet.cli.output import echo
+from comfyfleet.cli.options import as_json
+from comfyfleet.cli.output import echo, plain, print_json, print_pairs
 
 if TYPE_CHECKING:
     from comfyfleet.engine.store_move import MoveProgress
     from comfyfleet.ports import TransferableStore
     from comfyfleet.stores.check import StoreCheck
-    from comfyfleet.stores.crypto.keyring import KeyCounts, Keyring
 
 
-_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _SHOWN = 20
 _ELSEWHERE = (
-    "Tenants' databases (the schema comfyfleet_tenants of each database in [pools]; tenants.db) and files (the folder "
-    "'files' of the data folder, or the bucket) are to be copied by themselves, and so are the master keys"
+    "Copy tenants' databases (the schema comfyfleet_tenants of each database in [databases]; tenants.db), files (the "
+    "folder 'files' of the data folder, or the bucket) and master keys separately."
 )
 
 
@@ -39,36 +32,36 @@ _ELSEWHERE = (
 def store_command() -> None:
     """Check, shrink, copy or move a store.
 
-    A store is named by its URL: sqlite:///fleet.db, redis://host:6379/0, postgresql://user@host/database.
+    Name a store by its URL: sqlite:///fleet.db, redis://host:6379/0, postgresql://user@host/database.
     """
 
 
 @store_command.command("check")
 @click.argument("url")
-@_AS_JSON
+@as_json
 def check(url: str, as_json: bool) -> None:
-    """Say whether the store at URL is sound, and what it holds.
+    """Check the store at URL, and count what it holds.
 
-    Changes nothing and is safe while others work on it. The exit code is 1 if something is wrong.
+    Changes nothing, and is safe while the store is in use. Exit code 1 means that something is wrong.
     """
     from comfyfleet.stores.check import examine
 
     found = run(examine(url))
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
-        _show_check(found)
+        _print_check(found)
     if found.problems:
         raise CommandFailed(f"{_number(len(found.problems), 'problem')} found in {found.store}")
 
 
 @store_command.command("vacuum")
 @click.argument("url")
-@_AS_JSON
+@as_json
 def vacuum(url: str, as_json: bool) -> None:
-    """Give the room of what was purged back to the disk (SQLite).
+    """Return the space of purged jobs to the disk (SQLite).
 
-    Nobody may have the store open meanwhile. Needs up to the size of the file beside it.
+    No program may have the store open. Needs free space of up to the size of the file.
     """
     from comfyfleet.stores.check import kind_of
     from comfyfleet.stores.factory import sqlite_path
@@ -76,19 +69,17 @@ def vacuum(url: str, as_json: bool) -> None:
 
     match kind_of(url):
         case "redis":
-            _refuse(
-                "a Redis store needs no vacuum: what is purged is gone. `redis-cli MEMORY PURGE` returns pages"
-            )
+            _refuse("a Redis store needs no vacuum. `redis-cli MEMORY PURGE` returns memory to the system.")
         case "postgresql":
             _refuse(
-                "PostgreSQL does this by itself (autovacuum); by hand: psql -c 'VACUUM (ANALYZE)', or pg_repack"
+                "PostgreSQL does this by itself (autovacuum). By hand: psql -c 'VACUUM (ANALYZE)', or pg_repack."
             )
     path = sqlite_path(url)
     before = path.stat().st_size if path.is_file() else 0
     maintenance.vacuum(path)
     after = path.stat().st_size
     if as_json:
-        _print_json({"store": str(path), "bytes_before": before, "bytes_after": after})
+        print_json({"store": str(path), "bytes_before": before, "bytes_after": after})
     else:
         echo(f"{path}: {_size(before)} before, {_size(after)} now")
 
@@ -99,15 +90,14 @@ def vacuum(url: str, as_json: bool) -> None:
 @click.option(
     "--queue-only",
     is_flag=True,
-    help="Copy the store alone, although tenants have databases, or files lie elsewhere, that are not in the copy.",
+    help="Copy only the store, although tenants' databases or files are not in the copy.",
 )
-@_AS_JSON
+@as_json
 def backup(url: str, file: Path, queue_only: bool, as_json: bool) -> None:
     """Copy the store at URL to FILE while it is in use (SQLite).
 
-    The copy is of one moment, and complete or not there at all. It is a store itself. No file is overwritten. It holds
-    the store alone: not the databases of tenants, not files, not master keys. Where there are such, it is refused
-    without --queue-only.
+    The copy is a complete store as of one moment. No file is overwritten. It does not contain tenants' databases, files
+    or master keys: if the hub has any, the command refuses without --queue-only.
     """
     from comfyfleet.stores.check import kind_of
     from comfyfleet.stores.factory import sqlite_path
@@ -116,38 +106,38 @@ def backup(url: str, file: Path, queue_only: bool, as_json: bool) -> None:
     match kind_of(url):
         case "redis":
             _refuse(
-                "`store backup` copies no Redis. `redis-cli --rdb FILE` takes a snapshot of one moment; keep the "
-                "folder of its append-only file (appenddirname) for everything up to the last write. "
-                f"Both hold the queue alone. {_ELSEWHERE}"
+                "`store backup` cannot copy Redis. `redis-cli --rdb FILE` takes a snapshot of one moment; the folder "
+                "of the append-only file (appenddirname) has everything up to the last write. "
+                f"Both contain only the queue. {_ELSEWHERE}"
             )
         case "postgresql":
             _refuse(
-                "`store backup` copies no PostgreSQL. `pg_dump --schema=comfyfleet --file=FILE` copies the queue alone "
-                f"as of one moment, `pg_basebackup` all databases of that one server. {_ELSEWHERE}"
+                "`store backup` cannot copy PostgreSQL. `pg_dump --schema=comfyfleet --file=FILE` copies only the "
+                f"queue as of one moment, `pg_basebackup` all databases of that server. {_ELSEWHERE}"
             )
     path = sqlite_path(url)
     left_out = _left_out(path)
     if left_out and not queue_only:
         _refuse(
-            f"nothing was copied: {path} is a part of what this hub keeps. The copy would be without "
-            f"{', '.join(left_out.values())}. Copy those by their own means, and say --queue-only for the store itself"
+            f"nothing was copied: {path} is only a part of this hub's data. The copy would not contain "
+            f"{', '.join(left_out.values())}. Copy those separately, and add --queue-only to copy the store."
         )
     maintenance.backup(path, file)
     size = file.stat().st_size
     holds, _ = maintenance.describe(file)
     if as_json:
-        _print_json(
+        print_json(
             {"store": str(path), "file": str(file), "bytes": size, "holds": holds, "left_out": left_out}
         )
         return
     echo(f"{path} copied to {file} ({_size(size)})")
     found = ", ".join(f"{name} {number}" for name, number in holds.items() if number)
     echo(f"copied: {found or 'an empty store'}")
-    echo(f"not copied: {', '.join([*left_out.values(), 'master keys, where it is encrypted'])}")
+    echo(f"not copied: {', '.join([*left_out.values(), 'master keys, if the store is encrypted'])}")
 
 
 def _left_out(path: Path) -> dict[str, str]:
-    """What this store tells of and does not hold, in words, by kind."""
+    """What belongs to the hub but is not in this store, by kind."""
     import msgspec
 
     from comfyfleet.files.record_store import COLLECTION as FILES
@@ -158,9 +148,9 @@ def _left_out(path: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     tenants = [msgspec.json.decode(body, type=Tenant) for body in maintenance.read_documents(path, TENANTS)]
     if tenants:
-        pools = ", ".join(sorted({tenant.pool for tenant in tenants}))
+        databases = ", ".join(sorted({tenant.database for tenant in tenants}))
         found["tenants"] = (
-            f"the jobs, books and file records of {_number(len(tenants), 'tenant')} (in the databases of {pools})"
+            f"the jobs, ledgers and file records of {_number(len(tenants), 'tenant')} (in the databases {databases})"
         )
     files = maintenance.count_documents(path).get(FILES, 0)
     if files:
@@ -177,17 +167,17 @@ def _left_out(path: Path) -> dict[str, str]:
     type=click.FloatRange(0),
     default=0.0,
     metavar="SECONDS",
-    help="Wait so long for running jobs to end or their leases to run out; without it, they make the move refuse.",
+    help="Wait this long until running jobs end or their leases expire. Without it, running jobs stop the move.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would move, and change nothing.")
-@_AS_JSON
+@click.option("--dry-run", is_flag=True, help="Show what would move, and change nothing.")
+@as_json
 def move(source: str, target: str, wait_s: float, dry_run: bool, as_json: bool) -> None:
     """Move everything from the store SOURCE to the store TARGET.
 
-    Jobs go with payload, result, facts and attempts, in their order, behind what is at the target; blocks, lessons and
-    the hub's documents (keys, audit log) too. The source is paused first and stays paused. A job is removed there once
-    the target has it, so a move that was interrupted is begun again with the same command. A job whose reference the
-    target knows already stays, and is told.
+    Jobs move with payload, result, facts and attempts, in order, behind the jobs of the target. Blocks, workflow
+    statistics and the hub's documents (keys, audit log) move too. The source is paused first and stays paused. Each job
+    is removed from the source once the target has it, so run the same command again after an interruption. A job whose
+    reference the target already has stays, and the command lists it.
     """
     from comfyfleet.stores.check import kind_of
 
@@ -195,9 +185,9 @@ def move(source: str, target: str, wait_s: float, dry_run: bool, as_json: bool) 
         kind_of(url)
     moved = run(_move(source, target, wait_s, dry_run, is_quiet=as_json))
     if as_json:
-        _print_json({"is_dry_run": dry_run, **_plain(moved)})
+        print_json({"is_dry_run": dry_run, **plain(moved)})
     else:
-        _tell(moved, dry_run)
+        _print_move(moved, dry_run)
     if moved.stayed:
         verb = "would stay" if dry_run else "stayed"
         raise CommandFailed(f"{_number(len(moved.stayed), 'job')} {verb} at the source")
@@ -215,23 +205,23 @@ async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_qu
     from comfyfleet.stores.memory import MemoryStore
 
     if not await is_there(source):
-        _refuse("there is no store at SOURCE: nobody has opened one there yet. Look at its URL")
+        _refuse("there is no store at SOURCE. Check the URL.")
     async with AsyncExitStack() as stack:
         from_store = await _opened(stack, source)
-        # To rehearse, a target that is not there is as good as an empty one.
-        is_rehearsed_alone = dry_run and not await is_there(target)
-        to_store = MemoryStore(SystemClock()) if is_rehearsed_alone else await _opened(stack, target)
+        # A dry run treats a missing target as an empty one.
+        is_target_missing = dry_run and not await is_there(target)
+        to_store = MemoryStore(SystemClock()) if is_target_missing else await _opened(stack, target)
         total = sum((await from_store.counts()).by_phase.values())
         console = Console(stderr=True, highlight=False, quiet=is_quiet)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("looking" if dry_run else "moving", total=total)
+            task = bar.add_task("checking" if dry_run else "moving", total=total)
 
-            def tell(moved: MoveProgress) -> None:
+            def update(moved: MoveProgress) -> None:
                 bar.update(task, completed=moved.jobs + len(moved.stayed))
 
-            work = StoreMove(from_store, to_store, token=SystemRandom().token(), tell=tell)
-            return await (work.rehearse() if dry_run else work.run(wait_s))
+            work = StoreMove(from_store, to_store, token=SystemRandom().token(), tell=update)
+            return await (work.dry_run() if dry_run else work.run(wait_s))
 
 
 async def _opened(stack: Any, url: str) -> TransferableStore:
@@ -250,22 +240,7 @@ def _refuse(message: str) -> NoReturn:
     raise CommandFailed(message, ExitCode.REFUSED)
 
 
-def _plain(moved: MoveProgress) -> dict[str, Any]:
-    import msgspec
-
-    plain: dict[str, Any] = msgspec.to_builtins(moved)
-    return plain
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
-
-
-def _show_check(found: StoreCheck) -> None:
-    from comfyfleet.cli.hub_connection import print_pairs
-
+def _print_check(found: StoreCheck) -> None:
     pairs: list[tuple[str, object]] = [("store", found.store)]
     for name, value in found.settings.items():
         shown = (
@@ -278,10 +253,10 @@ def _show_check(found: StoreCheck) -> None:
     pairs += [("problem", problem) for problem in found.problems]
     print_pairs(pairs)
     if not found.problems:
-        echo("sound")
+        echo("no problems")
 
 
-def _tell(moved: MoveProgress, is_dry_run: bool) -> None:
+def _print_move(moved: MoveProgress, is_dry_run: bool) -> None:
     for stayed in moved.stayed[:_SHOWN]:
         match stayed.why:
             case "reference":
@@ -289,19 +264,23 @@ def _tell(moved: MoveProgress, is_dry_run: bool) -> None:
                     f"the target has a job under its reference {stayed.reference!r}: {stayed.other_job_id}"
                 )
             case "changed":
-                reason = "both stores have gone on with it: an engine still works on the source"
+                reason = "both stores changed it: an engine still uses the source"
             case _:
-                reason = "it runs"
+                reason = "it is running"
         echo(f"stays  {stayed.job_id}  {reason}")
     if len(moved.stayed) > _SHOWN:
         echo(f"stay   {len(moved.stayed) - _SHOWN} more; --json names them all")
     phases = ", ".join(f"{number} {phase}" for phase, number in moved.by_phase.items())
     verb = "would move" if is_dry_run else "moved"
-    others = ((moved.blocks, "block"), (moved.workflow_stats, "lesson"), (moved.documents, "document"))
+    others = (
+        (moved.blocks, "block"),
+        (moved.workflow_stats, "workflow statistic"),
+        (moved.documents, "document"),
+    )
     rest = ", ".join(_number(number, noun) for number, noun in others)
     echo(f"{_number(moved.jobs, 'job')} {verb}{f' ({phases})' if phases else ''}, {rest}")
     if not is_dry_run:
-        echo("the source is paused; let hubs and workers open the target now")
+        echo("The source is paused. Now start hubs and workers with the target.")
 
 
 def _size(size: int) -> str:
@@ -312,123 +291,3 @@ def _size(size: int) -> str:
 
 def _number(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-T = TypeVar("T")
-
-
-@group("encryption")
-def encryption_command() -> None:
-    """Keys with which jobs are sealed at rest."""
-
-
-@encryption_command.command("new-key")
-@click.argument("key_id", metavar="ID")
-def new_key(key_id: str) -> None:
-    """Print a new master key as a line for the key file.
-
-    Whoever has it opens every job; without it, none opens. Keep a copy apart from the store's backups.
-    """
-    import base64
-    import secrets
-
-    from comfyfleet.stores.crypto.keyring import read_master_keys
-
-    line = f"{key_id}={base64.b64encode(secrets.token_bytes(32)).decode()}"
-    try:
-        read_master_keys([line])
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="ID") from error
-    echo(line)
-
-
-@encryption_command.command("status")
-@as_json
-@settings("store", "data", "config")
-def status(as_json: bool, **flags: Any) -> None:
-    """How many data keys there are, and which master keys have wrapped them."""
-    _show_keys(_with_keyring(flags, lambda keyring: keyring.tally()), as_json)
-
-
-@encryption_command.command("rotate")
-@click.option(
-    "--data-keys", is_flag=True, help="Also give every tenant a new data key, for what comes from now on."
-)
-@as_json
-@settings("store", "data", "config")
-def rotate(data_keys: bool, as_json: bool, **flags: Any) -> None:
-    """Wrap every data key with the current master key.
-
-    Hubs do this by themselves. Once it is done the master keys before are not needed any more.
-    """
-
-    async def work(keyring: Keyring) -> KeyCounts:
-        await keyring.rewrap()
-        for tenant in await keyring.tenants() if data_keys else ():
-            await keyring.renew(tenant)
-        return await keyring.tally()
-
-    _show_keys(_with_keyring(flags, work), as_json)
-
-
-@encryption_command.command("shred")
-@click.argument("tenant")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@settings("store", "data", "config")
-def shred(tenant: str, yes: bool, **flags: Any) -> None:
-    """Destroy the data keys of TENANT: nobody can read its sealed jobs any more.
-
-    Nothing brings them back. Hubs that run forget a key within half a minute.
-    """
-    from comfyfleet.model.ids import TenantId
-
-    if not yes:
-        click.confirm(f"No sealed job of tenant {tenant!r} can be read ever after. Go on?", abort=True)
-    destroyed = _with_keyring(flags, lambda keyring: keyring.shred(TenantId(tenant)))
-    if not destroyed:
-        raise CommandFailed(
-            f"tenant {tenant!r} has no data key here: nothing was sealed for it", ExitCode.REFUSED
-        )
-    echo(f"{destroyed} data key{'s' if destroyed > 1 else ''} of tenant {tenant!r} destroyed")
-
-
-def _with_keyring(flags: dict[str, Any], work: Callable[[Keyring], Awaitable[T]]) -> T:
-    from comfyfleet.cli.bootstrap import embedded_store
-    from comfyfleet.cli.encryption_keys import keyring_of
-    from comfyfleet.cli.settings import read_settings
-    from comfyfleet.engine.system import SystemClock
-    from comfyfleet.stores.factory import open_store
-
-    resolved = read_settings(flags, config=flags.pop("config", None))
-
-    async def opened() -> T:
-        clock = SystemClock()
-        store = open_store(resolved.values.store or embedded_store(resolved.data), clock)
-        keyring = keyring_of(resolved, store.documents, clock)
-        if keyring is None:
-            raise CommandFailed(
-                "there is no master key in the settings: name it in [encryption]", ExitCode.USAGE
-            )
-        try:
-            await store.open()
-            await keyring.open()
-            return await work(keyring)
-        finally:
-            await store.close()
-
-    return run(opened())
-
-
-def _show_keys(tally: KeyCounts, as_json: bool) -> None:
-    from comfyfleet.cli.hub_connection import print_json, print_table
-
-    if as_json:
-        print_json(tally)
-        return
-    print_table(
-        ["master key", "data keys"],
-        [[master, str(number)] for master, number in sorted(tally.masters.items())],
-        empty="nothing is sealed in this store yet",
-    )
-    if tally.destroyed:
-        echo(f"{tally.destroyed} more were destroyed")

@@ -1,6 +1,6 @@
 """`comfyfleet submit`: jobs for a hub, and with --watch their progress and their files.
 
-The flags of `comfyfleet submit` that say for whom a job is, what it needs, what it would like, and when it runs.
+Each flag about requirements, preferences and time names the field of the request body that it fills.
 """
 
 from __future__ import annotations
@@ -12,11 +12,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
 
-from comfyfleet.cli import command_help, completion
-from comfyfleet.cli.command_help import GroupedOption
-from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, ExitCode, OutputParam, about, make_folder
-from comfyfleet.cli.options import TO_REACH, as_json, settings
-from comfyfleet.cli.output import echo
+from comfyfleet.cli.command import (
+    GroupedOption,
+    command,
+    complete_job_ids,
+    complete_worker_ids,
+    hub_options,
+)
+from comfyfleet.cli.exit_codes import (
+    OUT_HELP,
+    CommandFailed,
+    ExitCode,
+    OutputParam,
+    naming_file,
+    output_folder,
+)
+from comfyfleet.cli.options import attach_option, set_option
+from comfyfleet.cli.output import echo, print_json
 
 if TYPE_CHECKING:
     from comfyfleet.cli.run import WorkflowDraft
@@ -27,8 +39,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 WHEN = "When it runs"
-NEEDS = "What it needs (a worker that lacks one of these never gets it)"
-WISHES = "What it would like (of the workers that may run it, the best gets it)"
+NEEDS = "Requirements (only a worker that meets all of them gets the job)"
+WISHES = "Preferences (the best of the workers that can run the job gets it)"
 
 _TIERS = click.Choice(["economy", "standard", "premium"])
 _SIZE = click.FloatRange(0, min_open=True)
@@ -42,162 +54,195 @@ class _Time(click.ParamType[datetime]):
         try:
             at = datetime.fromisoformat(str(value))
         except ValueError:
-            self.fail(f"{value!r} is no time: write it like 2026-11-16T21:30 or 2026-11-16T21:30+01:00")
+            self.fail(f"{value!r} is not a time. Write it like 2026-11-16T21:30 or 2026-11-16T21:30+01:00.")
         return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
-def _option(group: str, *names: str, **more: Any) -> Callable[[F], F]:
-    return click.option(*names, cls=GroupedOption, group=group, **more)
+_FIELDS = {"tenant": "tenant", "include_outputs": "include_outputs"}
+"""By parameter: the field of the request body."""
 
 
-def _many(group: str, flag: str, name: str, metavar: str, help_: str, **more: Any) -> Callable[[F], F]:
-    return _option(group, flag, name, multiple=True, metavar=metavar, help=f"{help_} Repeatable.", **more)
+def _option(group: str, flag: str, field: str, help_: str, **more: Any) -> Callable[[Any], Any]:
+    name = flag.removeprefix("--").replace("-", "_")
+    if more.get("multiple"):
+        name = more.pop("name", name)
+        help_ += " Repeatable."
+    _FIELDS[name] = field
+    return click.option(flag, name, cls=GroupedOption, group=group, help=help_, **more)
 
+
+def _when(flag: str, field: str, help_: str, **more: Any) -> Callable[[Any], Any]:
+    return _option(WHEN, flag, field, help_, **more)
+
+
+def _need(flag: str, field: str, help_: str, **more: Any) -> Callable[[Any], Any]:
+    return _option(NEEDS, flag, field, help_, **more)
+
+
+def _wish(flag: str, field: str, help_: str, **more: Any) -> Callable[[Any], Any]:
+    return _option(WISHES, flag, f"preferences.{field}", help_, **more)
+
+
+_SECONDS: dict[str, Any] = {"type": _SIZE, "metavar": "SECONDS"}
+_TIME: dict[str, Any] = {"type": _Time(), "metavar": "TIME"}
+_GB: dict[str, Any] = {"type": _SIZE, "metavar": "GB"}
+_N: dict[str, Any] = {"type": _NUMBER, "metavar": "N"}
+_NAME = {"metavar": "NAME"}
+_LEVEL = {"metavar": "LEVEL"}
+_MODELS: dict[str, Any] = {"multiple": True, "metavar": "FILE"}
+_WORKERS: dict[str, Any] = {"multiple": True, "metavar": "WORKER", "shell_complete": complete_worker_ids}
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    _option(
-        WHEN,
+    _when(
         "--priority",
+        "priority",
+        "Higher runs first.",
         type=click.IntRange(-1000, 1000),
         default=0,
         show_default=True,
-        help="Higher runs first.",
     ),
-    _option(
-        WHEN,
+    _when(
         "--urgency",
+        "urgency",
+        "Added to the priority. Default: normal.",
         type=click.Choice(["low", "normal", "high", "critical"]),
-        help="Added to the priority; normal unless given.",
     ),
-    _option(
-        WHEN,
-        "--not-before",
-        type=_Time(),
-        metavar="TIME",
-        help="Wait until then: 2026-11-16T21:30, in UTC unless it has a zone.",
+    _when("--not-before", "not_before", "Wait until then: 2026-11-16T21:30, UTC if it has no zone.", **_TIME),
+    _when(
+        "--deadline", "deadline", "The job should end by then; its priority rises as time runs out.", **_TIME
     ),
-    _option(
-        WHEN,
-        "--deadline",
-        type=_Time(),
-        metavar="TIME",
-        help="It is to have ended by then, and comes forward as the time draws near.",
-    ),
-    _option(
-        WHEN,
+    _when(
         "--on-deadline",
+        "on_deadline",
+        "At the deadline: let the job fail, or continue and flag it as late. Default: fail.",
         type=click.Choice(["fail", "flag"]),
-        help="What happens at the deadline: it fails, or goes on and is marked as late; fail unless given.",
     ),
-    _many(
-        WHEN,
+    _when(
         "--after",
         "after",
-        "JOB",
-        "Wait until this job has completed, by its id or reference.",
-        shell_complete=completion.job_ids,
+        "Wait until this job has completed. Give its id or reference.",
+        multiple=True,
+        metavar="JOB",
+        shell_complete=complete_job_ids,
     ),
-    _option(
-        WHEN,
+    _when(
         "--max-attempts",
+        "max_attempts",
+        "Give up after this many attempts. Default: 3.",
         type=click.IntRange(1, 1000),
         metavar="N",
-        help="Give up after so many; 3 unless given.",
     ),
-    _option(
-        WHEN,
+    _when(
         "--retry-delay",
+        "retry_delay_s",
+        "Time before the second attempt.",
         type=click.FloatRange(0),
         metavar="SECONDS",
-        help="Wait so long before the second attempt.",
     ),
-    _option(
-        WHEN, "--timeout", type=_SIZE, metavar="SECONDS", help="Give up after so long, waiting included."
+    _when("--timeout", "timeouts.total_s", "Give up after this time, waiting included.", **_SECONDS),
+    _when(
+        "--start-timeout", "timeouts.start_s", "Try another server if one does not start in time.", **_SECONDS
     ),
-    _option(
-        WHEN,
-        "--start-timeout",
-        type=_SIZE,
-        metavar="SECONDS",
-        help="Try elsewhere if a server has not begun after so long.",
-    ),
-    _option(
-        WHEN,
+    _when(
         "--stall-timeout",
-        type=_SIZE,
-        metavar="SECONDS",
-        help="Try elsewhere if a node has told nothing for so long.",
+        "timeouts.stall_s",
+        "Try another server after this time without progress.",
+        **_SECONDS,
     ),
-    _option(NEEDS, "--vram", type=_SIZE, metavar="GB", help="Memory of the graphics card."),
-    _option(NEEDS, "--gpus", type=_NUMBER, metavar="N", help="Graphics cards."),
-    _option(NEEDS, "--gpu-model", metavar="TEXT", help="Part of the card's name, such as 4090."),
-    _option(NEEDS, "--ram", type=_SIZE, metavar="GB", help="Memory of the machine."),
-    _option(NEEDS, "--cores", type=_NUMBER, metavar="N", help="Cores of its processor."),
-    _option(NEEDS, "--threads", type=_NUMBER, metavar="N", help="Threads of its processor."),
-    _many(NEEDS, "--model", "models", "FILE", "A model file, beside those that the workflow names."),
-    _many(NEEDS, "--node-class", "node_classes", "CLASS", "A node class, beside those of the workflow."),
-    _option(NEEDS, "--quality", metavar="LEVEL", help="A quality level that the worker offers."),
-    _option(NEEDS, "--service", metavar="NAME", help="The service; comfyui unless given."),
-    _option(NEEDS, "--provider", metavar="NAME", help="Who provides it."),
-    _option(
-        NEEDS, "--environment", type=click.Choice(["cloud", "self_hosted"]), help="Where the worker runs."
+    _need("--vram", "requirements.hardware.gpu_memory_gb", "Memory of the GPU.", **_GB),
+    _need("--gpus", "requirements.hardware.gpu_count", "Number of GPUs.", **_N),
+    _need(
+        "--gpu-model",
+        "requirements.hardware.gpu_model",
+        "Part of the GPU's name, such as 4090.",
+        metavar="TEXT",
     ),
-    _option(NEEDS, "--region", metavar="NAME", help="Where the worker is."),
-    _many(NEEDS, "--compliance", "compliance", "NAME", "What the worker complies with, such as gdpr."),
-    _option(
-        NEEDS,
+    _need("--ram", "requirements.hardware.ram_gb", "Memory of the machine.", **_GB),
+    _need("--cores", "requirements.hardware.cpu_cores", "CPU cores.", **_N),
+    _need("--threads", "requirements.hardware.cpu_threads", "CPU threads.", **_N),
+    _need(
+        "--model",
+        "requirements.models",
+        "A model file, beside those in the workflow.",
+        name="models",
+        **_MODELS,
+    ),
+    _need(
+        "--node-class",
+        "requirements.node_classes",
+        "A node class, beside those in the workflow.",
+        name="node_classes",
+        multiple=True,
+        metavar="CLASS",
+    ),
+    _need("--quality", "requirements.quality", "A quality level that the worker offers.", **_LEVEL),
+    _need("--service", "service", "The service. Default: comfyui.", **_NAME),
+    _need("--provider", "provider", "Who provides the service.", **_NAME),
+    _need(
+        "--environment",
+        "requirements.environment",
+        "Where the worker runs.",
+        type=click.Choice(["cloud", "self_hosted"]),
+    ),
+    _need("--region", "requirements.location.region", "The region of the worker.", **_NAME),
+    _need(
+        "--compliance",
+        "requirements.location.compliance",
+        "What the worker complies with, such as gdpr.",
+        multiple=True,
+        metavar="NAME",
+    ),
+    _need(
         "--isolation",
+        "requirements.isolation",
+        "The least isolation of tenants that the worker must have.",
         type=click.Choice(["strict", "loose", "none"]),
-        help="How the worker keeps tenants apart, at least.",
     ),
-    _option(NEEDS, "--max-cost-tier", type=_TIERS, help="The dearest worker that will do."),
-    _option(
-        NEEDS,
+    _need(
+        "--max-cost-tier",
+        "requirements.max_cost_tier",
+        "The most expensive tier of worker to use.",
+        type=_TIERS,
+    ),
+    _need(
         "--max-processing",
-        type=_SIZE,
-        metavar="SECONDS",
-        help="No worker on which it was seen to take longer.",
+        "requirements.max_processing_s",
+        "No worker on which this workflow took longer.",
+        **_SECONDS,
     ),
-    _many(
-        NEEDS,
+    _need(
         "--worker",
-        "workers",
-        "WORKER",
-        "This worker alone, or another one named so.",
-        shell_complete=completion.worker_ids,
+        "requirements.workers",
+        "Only this worker, or others named so.",
+        name="workers",
+        **_WORKERS,
     ),
-    _many(
-        NEEDS,
+    _need(
         "--exclude-worker",
-        "exclude_workers",
-        "WORKER",
+        "requirements.exclude_workers",
         "Not this worker.",
-        shell_complete=completion.worker_ids,
+        name="exclude_workers",
+        **_WORKERS,
     ),
-    _many(
-        WISHES,
-        "--prefer-worker",
-        "prefer_workers",
-        "WORKER",
-        "This worker.",
-        shell_complete=completion.worker_ids,
+    _wish("--prefer-worker", "workers", "This worker.", name="prefer_workers", **_WORKERS),
+    _wish(
+        "--prefer-model", "models", "A worker that has this model loaded.", name="prefer_models", **_MODELS
     ),
-    _many(WISHES, "--prefer-model", "prefer_models", "FILE", "A worker that has this model loaded."),
-    _option(WISHES, "--prefer-quality", metavar="LEVEL", help="A worker that offers this quality level."),
-    _option(WISHES, "--prefer-region", metavar="NAME", help="A worker there."),
-    _option(WISHES, "--prefer-cost-tier", type=_TIERS, help="A worker of this price."),
+    _wish("--prefer-quality", "quality", "A worker that offers this quality level.", **_LEVEL),
+    _wish("--prefer-region", "region", "A worker in this region.", **_NAME),
+    _wish("--prefer-cost-tier", "cost_tier", "A worker of this cost tier.", type=_TIERS),
 )
 
 
-def asking(command: F) -> F:
-    """Adds the flags; what they say is read by `asked_for`."""
+def request_options(command: F) -> F:
+    """Adds the flags that `submit_options` reads."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-def asked_for(flags: dict[str, Any]) -> dict[str, Any]:
-    """Takes these flags out of `flags`; what is left are the settings. The options of a client's `submit`."""
+def submit_options(flags: dict[str, Any]) -> dict[str, Any]:
+    """Takes these flags out of `flags`, and returns the options of a client's `submit`."""
     from comfyfleet.wire.bodies import (
         HardwareBody,
         LocationBody,
@@ -206,133 +251,74 @@ def asked_for(flags: dict[str, Any]) -> dict[str, Any]:
         TimeoutsBody,
     )
 
-    def taken(**names: str) -> dict[str, Any]:
-        """Those that were given, under the names of the body."""
-        found = {name: flags.pop(flag) for name, flag in names.items()}
-        return {name: value for name, value in found.items() if value not in (None, ())}
-
-    hardware = taken(
-        gpu_memory_gb="vram",
-        gpu_count="gpus",
-        gpu_model="gpu_model",
-        ram_gb="ram",
-        cpu_cores="cores",
-        cpu_threads="threads",
-    )
-    location = taken(region="region", compliance="compliance")
-    needs = taken(
-        models="models",
-        node_classes="node_classes",
-        quality="quality",
-        environment="environment",
-        isolation="isolation",
-        max_cost_tier="max_cost_tier",
-        max_processing_s="max_processing",
-        workers="workers",
-        exclude_workers="exclude_workers",
-    )
-    if hardware:
-        needs["hardware"] = HardwareBody(**hardware)
-    if location:
-        needs["location"] = LocationBody(**location)
-    wishes = taken(
-        workers="prefer_workers",
-        models="prefer_models",
-        quality="prefer_quality",
-        region="prefer_region",
-        cost_tier="prefer_cost_tier",
-    )
-    times = taken(total_s="timeout", start_s="start_timeout", stall_s="stall_timeout")
-    asked = taken(
-        tenant="tenant",
-        service="service",
-        provider="provider",
-        priority="priority",
-        urgency="urgency",
-        not_before="not_before",
-        deadline="deadline",
-        on_deadline="on_deadline",
-        after="after",
-        max_attempts="max_attempts",
-        retry_delay_s="retry_delay",
-        include_outputs="include_outputs",
-    )
-    if needs:
-        asked["requirements"] = RequirementsBody(**needs)
-    if wishes:
-        asked["preferences"] = PreferencesBody(**wishes)
-    if times:
-        asked["timeouts"] = TimeoutsBody(**times)
-    return asked
+    found: dict[str, dict[str, Any]] = {"": {}}
+    for name, path in _FIELDS.items():
+        value = flags.pop(name)
+        if value not in (None, ()):
+            part, _, field = path.rpartition(".")
+            found.setdefault(part, {})[field] = value
+    # Inner parts first: each becomes a field of the part around it.
+    bodies: dict[str, Callable[..., Any]] = {
+        "requirements.hardware": HardwareBody,
+        "requirements.location": LocationBody,
+        "requirements": RequirementsBody,
+        "preferences": PreferencesBody,
+        "timeouts": TimeoutsBody,
+    }
+    for part, body in bodies.items():
+        if part in found:
+            outer, _, field = part.rpartition(".")
+            found.setdefault(outer, {})[field] = body(**found.pop(part))
+    return found[""]
 
 
-@command_help.command("submit")
+@command("submit")
 @click.argument("workflows", type=click.File("rb"), nargs=-1, required=True, metavar="WORKFLOW...")
-@click.option(
-    "--set",
-    "changes",
-    multiple=True,
-    metavar="NODE.INPUT=VALUE",
-    help="Change an input, such as 6.text='a cat' or 3.seed=-1 (a random one). Repeatable.",
-)
-@click.option(
-    "--attach",
-    "attachments",
-    multiple=True,
-    metavar="NODE.INPUT=FILE",
-    help="Upload a file and give it to an input, such as 10.image=photo.png. Repeatable.",
-)
+@set_option
+@attach_option
 @click.option(
     "--take",
     "outputs",
     multiple=True,
     metavar="NODE.INPUT=JOB[/OUTPUT]",
-    help="Wait for a job and give what it left to an input, such as 10.image=JOB/9. Repeatable.",
+    help="Wait for a job and use its output as an input, such as 10.image=JOB/9. Repeatable.",
 )
 @click.option(
-    "--count", type=click.IntRange(1), default=1, metavar="N", help="So many jobs of each workflow."
+    "--count", type=_NUMBER, default=1, metavar="N", help="Number of jobs of each workflow. Default: 1."
 )
 @click.option(
     "--metadata",
     "labels",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Kept with the job, to find it by. Repeatable.",
+    help="A label of the job; `jobs --metadata` finds it. Repeatable.",
 )
 @click.option(
-    "--reference", metavar="TEXT", help="Your own id of the job: submitted again, it is the same job."
+    "--reference", metavar="TEXT", help="Your own id of the job. Submitted again, it is the same job."
 )
-@click.option(
-    "--tenant", metavar="TENANT", help="For whom, where that is not the key's tenant: for operators."
-)
+@click.option("--tenant", metavar="TENANT", help="The tenant of the job. Needs an operator's key.")
 @click.option(
     "--include-output",
     "include_outputs",
     multiple=True,
     metavar="NODE",
-    help="Keep what this node leaves, and nothing of those that are not named. Repeatable.",
+    help="Keep only the outputs of this node. Repeatable.",
 )
 @click.option(
-    "--webhook", metavar="URL", help="Deliver the end of each job there, signed; see `comfyfleet webhook`."
+    "--webhook", metavar="URL", help="Send the end of each job there, signed; see `comfyfleet webhook`."
 )
 @click.option("--workable", is_flag=True, help="Refuse a job that no worker can run now.")
 @click.option("-w", "--watch", is_flag=True, help="Show progress to the end, and download the outputs.")
 @click.option(
-    "-o",
-    "--out",
-    type=OutputParam(),
-    default=".",
-    metavar="FOLDER",
-    help=f"With --watch. {OUT_HELP}",
+    "-o", "--out", type=OutputParam(), default=".", metavar="FOLDER", help=f"With --watch. {OUT_HELP}"
 )
 @click.option(
     "--previews",
     type=click.Path(file_okay=False, writable=True, path_type=Path),
     help="With --watch: folder for the newest preview of each job.",
 )
-@asking
-@as_json
-@settings(*TO_REACH)
+@request_options
+@hub_options
 def submit_command(
     workflows: tuple[BinaryIO, ...],
     changes: tuple[str, ...],
@@ -351,49 +337,42 @@ def submit_command(
 ) -> None:
     """Submit WORKFLOW files to a hub.
 
-    A WORKFLOW is a file of ComfyUI, exported or as the editor saves it, or - for standard input. The ids of the
-    jobs go to standard output, with --watch the paths of their outputs; everything else to standard error.
+    A WORKFLOW is a ComfyUI file in the API format or as the editor saves it, or - for standard input. Standard output
+    gets the ids of the jobs, with --watch the paths of their outputs. Everything else goes to standard error.
     """
     from comfyfleet.cli.hub_connection import ask
     from comfyfleet.cli.run import WorkflowDraft
 
-    drafts: list[tuple[str, WorkflowDraft]] = []
-    for workflow in workflows:
-        drafts.append((workflow.name, WorkflowDraft(workflow, changes)))
+    drafts = [(workflow.name, WorkflowDraft(workflow, changes)) for workflow in workflows]
     if reference is not None and len(drafts) * count > 1:
-        raise click.UsageError("several jobs cannot share one --reference")
+        raise click.UsageError("Several jobs cannot share one --reference.")
     options = {
-        **asked_for(flags),
+        **submit_options(flags),
         "metadata": dict(map(label, labels)) or None,
         "require_workable": workable,
         "webhook": webhook,
     }
     for name, draft in drafts:
         if not draft.is_of_editor:
-            # A wrong name is told before the hub is asked for anything.
-            with about(name):
-                options |= _brought(draft, attachments, outputs)
-    if watch:
-        make_folder(out.folder)
-        if previews is not None:
-            make_folder(previews)
+            # Report a wrong name before the first call of the hub.
+            with naming_file(name):
+                options |= _inputs(draft, attachments, outputs)
 
     async def work(client: FleetClient) -> None:
         for name, draft in drafts:
             if draft.is_of_editor:
-                with about(name):
+                with naming_file(name):
                     draft.change(await client.convert(draft.graph))
-                    options.update(_brought(draft, attachments, outputs))
-        graphs = [draft.graph for _, draft in drafts for _ in range(count)]
-        job_ids = await _submit(
-            client, graphs, options, reference, as_json=as_json and not watch, is_told=not watch
-        )
+                    options.update(_inputs(draft, attachments, outputs))
+        graphs = [(name, draft.graph) for name, draft in drafts for _ in range(count)]
+        job_ids = await _submit(client, graphs, options, reference, as_json=as_json, is_watched=watch)
         if watch:
             from comfyfleet.cli.watch import watch_jobs
 
             await watch_jobs(client, job_ids, out, as_json, previews)
 
-    ask(flags, work)
+    with output_folder(out.folder if watch else None), output_folder(previews if watch else None):
+        ask(flags, work)
 
 
 def label(text: str) -> tuple[str, str]:
@@ -403,7 +382,7 @@ def label(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _brought(draft: WorkflowDraft, attachments: tuple[str, ...], outputs: tuple[str, ...]) -> dict[str, Any]:
+def _inputs(draft: WorkflowDraft, attachments: tuple[str, ...], outputs: tuple[str, ...]) -> dict[str, Any]:
     from comfyfleet.cli.run import attached_file, taken_output
 
     return {
@@ -414,38 +393,43 @@ def _brought(draft: WorkflowDraft, attachments: tuple[str, ...], outputs: tuple[
 
 async def _submit(
     client: FleetClient,
-    graphs: list[dict[str, Any]],
+    graphs: list[tuple[str, dict[str, Any]]],
     options: dict[str, Any],
     reference: str | None,
     *,
     as_json: bool,
-    is_told: bool,
+    is_watched: bool,
 ) -> list[str]:
-    from comfyfleet.cli.hub_connection import print_json
     from comfyfleet.cli.watch import ProgressBar
     from comfyfleet.model.errors import Refusal
 
     if len(graphs) == 1:
-        jobs = [await client.submit(graphs[0], reference=reference, **options)]
+        jobs = [await client.submit(graphs[0][1], reference=reference, **options)]
     else:
         with ProgressBar("submitting") as bar:
-            found = await client.submit_many(graphs, on_progress=bar.show, **options)
+            found = await client.submit_many([graph for _, graph in graphs], on_progress=bar.show, **options)
         jobs = [job for job in found if not isinstance(job, Refusal)]
-        refusals = [job for job in found if isinstance(job, Refusal)]
+        refusals = [
+            f"{name}: {job.message}"
+            for (name, _), job in zip(graphs, found, strict=True)
+            if isinstance(job, Refusal)
+        ]
         if refusals:
-            # What was taken is told first: it runs, whatever became of the others.
+            # Accepted jobs run, whatever happened to the others, so print their ids.
             for job in jobs:
                 echo(job.id)
             raise CommandFailed(
-                f"{len(refusals)} of {len(found)} jobs were refused, the first one because: {refusals[0].message}",
+                f"the hub refused {len(refusals)} of {len(found)} jobs: {'; '.join(dict.fromkeys(refusals))}",
                 ExitCode.REFUSED,
             )
     for job in jobs:
         for warning in job.warnings:
             echo(f"Warning: no worker can run {job.id} now: {warning}", err=True)
-    if as_json:
+    if as_json and not is_watched:
         print_json(jobs)
-    elif is_told:
-        for job in jobs:
-            echo(job.id)
+        return [job.id for job in jobs]
+    for job in jobs:
+        echo(f"submitted {job.id}" if is_watched else job.id, err=is_watched)
+        for node, seed in (job.seeds or {}).items():
+            echo(f"node {node} uses the seed {seed}", err=True)
     return [job.id for job in jobs]

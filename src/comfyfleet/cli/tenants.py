@@ -1,23 +1,21 @@
-"""`comfyfleet tenant`: whose jobs a hub runs, where their data lie, and on what terms.
-
-The terms of a tenant as options of `comfyfleet tenant`: what each is called there, and what was said with them.
-
-What is said of a tenant on the command line: its price in short or as JSON, and the other terms.
-"""
+"""`comfyfleet tenant`: the tenants of a hub, the database of each, and its terms (price, share, limits)."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from comfyfleet.cli.command_help import group
-from comfyfleet.cli.options import TO_REACH, as_json, settings
-from comfyfleet.cli.output import echo
+from comfyfleet.cli.command import collect_all, group, hub_options, report
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, as_called
+from comfyfleet.cli.output import echo, plain, print_pairs, print_table
 
 if TYPE_CHECKING:
     from comfyfleet.client.client import FleetClient
+    from comfyfleet.wire.credits import BalanceView
     from comfyfleet.wire.tenants import TenantView
 
 
@@ -30,7 +28,7 @@ NO_PRICE = "none"
 
 
 class PriceParam(click.ParamType[Any]):
-    """`NO_PRICE` stands for none, None for one that was not given."""
+    """`NO_PRICE` means that jobs are free; None means that no price was given."""
 
     name = "price"
 
@@ -40,12 +38,12 @@ class PriceParam(click.ParamType[Any]):
         from comfyfleet.model.ledger import Price
 
         try:
-            return NO_PRICE if value == NO_PRICE else msgspec.convert(_spoken(value), Price)
+            return NO_PRICE if value == NO_PRICE else msgspec.convert(_parse_price(value), Price)
         except (msgspec.MsgspecError, ValueError) as error:
-            self.fail(f"{value!r} is no price ({error}): write {_SHORT}", parameter, context)
+            self.fail(f"{value!r} is not a price ({error}). Write {_SHORT}.", parameter, context)
 
 
-def _spoken(text: str) -> Any:
+def _parse_price(text: str) -> Any:
     import msgspec
 
     if text.lstrip().startswith("{"):
@@ -61,11 +59,11 @@ def _spoken(text: str) -> Any:
             return {"by": kind, "credits_each": each, "most_outputs": most}
         case "gpu_second", [each, most]:
             return {"by": kind, "credits_per_second": each, "most_seconds": most}
-    raise ValueError("there is no such kind, or it takes other numbers")
+    raise ValueError("unknown kind, or the wrong count of numbers")
 
 
 def price_text(price: Any) -> str:
-    """As it may be given again."""
+    """The price as `--price` accepts it."""
     import msgspec
 
     from comfyfleet.model.ledger import FlatPrice, GpuPrice, OutputPrice
@@ -85,17 +83,18 @@ def price_text(price: Any) -> str:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CAPS = {
-    "max_waiting": "Jobs that are open at a time, running ones too.",
-    "max_running": "Jobs that run at a time.",
-    "submits_per_minute": "Jobs that it may submit in a minute.",
-    "max_priority": "The most that priority and tier come to.",
-    "max_nodes": "Nodes of a workflow.",
-    "max_steps": "Steps of a sampler.",
-    "max_pixels": "Width × height of a picture.",
-    "max_batch": "Pictures at once.",
+    "max_waiting": "open jobs at a time, running ones included.",
+    "max_running": "running jobs at a time.",
+    "submits_per_minute": "jobs submitted in a minute.",
+    "max_priority": "sum of priority and tier.",
+    "max_nodes": "nodes in a workflow.",
+    "max_steps": "steps of a sampler.",
+    "max_pixels": "width × height of a picture.",
+    "max_batch": "pictures in a batch.",
 }
+_MANY = {"multiple": True, "metavar": "PATTERN"}
 _LISTS = ("node_classes", "denied_node_classes", "models", "denied_models")
-# What `--clear` makes of each option: the term, the part of it if it has parts, and the value for "nothing was said".
+# For each option that `--clear` takes: the term, its part if it has parts, and the value that means "not set".
 CLEARED: dict[str, tuple[str, str | None, Any]] = {
     "name": ("name", None, ""),
     "price": ("price", None, None),
@@ -114,90 +113,57 @@ CLEARED: dict[str, tuple[str, str | None, Any]] = {
 
 
 def term_options(command: F) -> F:
-    """The options that say on what terms; each that is not given is None or empty."""
-    options: list[Callable[[Any], Any]] = [
-        click.option("--name", "label", default=None, metavar="TEXT", help="What it is called."),
-        click.option(
+    """The options for the terms of a tenant. One that was not given is None or empty."""
+    number = click.IntRange(0)
+    options: list[tuple[str, str, dict[str, Any]]] = [
+        ("--name label", "A name for people.", {"metavar": "TEXT"}),
+        (
             "--price",
-            type=PriceParam(),
-            metavar="PRICE",
-            help="flat:5, output:EACH:MOST, gpu_second:EACH:MOST, none, or JSON.",
+            "flat:5, output:EACH:MOST, gpu_second:EACH:MOST, none, or JSON.",
+            {"type": PriceParam(), "metavar": "PRICE"},
         ),
-        click.option(
+        (
             "--weight",
-            type=click.FloatRange(0, 1_000_000, min_open=True),
-            help="Its share beside others'; 1 unless given.",
+            "Its share of the fleet beside other tenants. Default: 1.",
+            {"type": click.FloatRange(0, 1_000_000, min_open=True)},
         ),
-        click.option(
-            "--tier", type=click.IntRange(-1000, 1000), help="Added to the priority of each of its jobs."
-        ),
-        click.option(
+        ("--tier", "Added to the priority of each of its jobs.", {"type": click.IntRange(-1000, 1000)}),
+        (
             "--isolation",
-            type=click.Choice(["strict", "loose", "none"]),
-            help="The least that its jobs ask for.",
+            "The least isolation that its jobs require.",
+            {"type": click.Choice(["strict", "loose", "none"])},
         ),
-        click.option("--region", metavar="NAME", help="Where its jobs must run."),
-        click.option(
-            "--compliance", multiple=True, metavar="NAME", help="What its workers must keep to. Repeatable."
+        ("--region", "The region in which its jobs must run.", {"metavar": "NAME"}),
+        ("--compliance", "What its workers must comply with. Repeatable.", _MANY | {"metavar": "NAME"}),
+        (
+            "--allow-direct/--no-allow-direct allows_direct",
+            "Whether workers that use the store directly may read its payloads.",
+            {"default": None},
         ),
-        click.option(
-            "--allow-direct/--no-allow-direct",
-            "allows_direct",
-            default=None,
-            help="Whether workers directly on the store may read its payloads.",
-        ),
-        click.option(
+        (
             "--unrunnable-after",
-            type=click.FloatRange(0, min_open=True),
-            metavar="SECONDS",
-            help="Fail its waiting jobs that no known worker can run for so long; as the hub says unless given.",
+            "Fail its waiting jobs that no known worker can run for this long. Default: the hub's setting.",
+            {"type": click.FloatRange(0, min_open=True), "metavar": "SECONDS"},
         ),
-        click.option(
-            "--node-class",
-            "node_classes",
-            multiple=True,
-            metavar="PATTERN",
-            help="The only ones it may use. Repeatable.",
+        ("--node-class node_classes", "It may use only these node classes. Repeatable.", _MANY),
+        (
+            "--deny-node-class denied_node_classes",
+            "It may not use these, even if allowed. Repeatable.",
+            _MANY,
         ),
-        click.option(
-            "--deny-node-class",
-            "denied_node_classes",
-            multiple=True,
-            metavar="PATTERN",
-            help="What it may not use, though it is allowed. Repeatable.",
-        ),
-        click.option(
-            "--model",
-            "models",
-            multiple=True,
-            metavar="PATTERN",
-            help="The only ones it may use. Repeatable.",
-        ),
-        click.option(
-            "--deny-model",
-            "denied_models",
-            multiple=True,
-            metavar="PATTERN",
-            help="What it may not use, though it is allowed. Repeatable.",
-        ),
-        *(
-            click.option(
-                f"--{cap.replace('_', '-')}",
-                cap,
-                type=int if cap == "max_priority" else click.IntRange(0),
-                metavar="N",
-                help=f"Bound: {text}",
-            )
-            for cap, text in _CAPS.items()
-        ),
+        ("--model models", "It may use only these models. Repeatable.", _MANY),
+        ("--deny-model denied_models", "It may not use these, even if allowed. Repeatable.", _MANY),
     ]
-    for option in reversed(options):
-        command = option(command)
+    for cap, text in _CAPS.items():
+        kind = int if cap == "max_priority" else number
+        options.append((f"--{cap.replace('_', '-')}", f"Limit: {text}", {"type": kind, "metavar": "N"}))
+    for names, help_, more in reversed(options):
+        command = click.option(*names.split(), help=help_, **more)(command)
     return command
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """What was said of it, taken out of the flags."""
+    """Takes the terms that were given out of the flags."""
     label, price, region = flags.pop("label"), flags.pop("price"), flags.pop("region")
     compliance = flags.pop("compliance")
     terms: dict[str, Any] = {"name": label}
@@ -222,89 +188,89 @@ _POLL_S = 0.3
 
 @group("tenant")
 def tenant_command() -> None:
-    """Set up tenants, each in a database pool, with a price and bounds of its own."""
+    """Manage tenants: each has a database, a price and its own limits."""
 
 
 @tenant_command.command("create")
 @click.argument("tenant_id")
-@click.option("--pool", "into", metavar="NAME", help="Where its data shall lie; default unless given.")
+@click.option("--database", metavar="NAME", help="The database for its data. Default: default.")
 @term_options
-@as_json
-@settings(*TO_REACH)
-def create(tenant_id: str, into: str | None, as_json: bool, **flags: Any) -> None:
-    """Set up a tenant whose jobs, files and credits lie in a pool."""
-    from comfyfleet.cli.hub_connection import ask, print_json
+@hub_options
+def create(tenant_id: str, database: str | None, **flags: Any) -> None:
+    """Create a tenant. Its jobs, files and credits are kept in one database."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}", tenant_id) is None:
+        raise click.BadParameter(
+            f"{tenant_id!r} is not an id. Use up to 128 letters, digits and . _ @ - (a letter or digit first).",
+            param_hint="TENANT_ID",
+        )
+    terms = given(flags) | ({} if database is None else {"database": database})
 
-    terms = given(flags) | ({} if into is None else {"pool": into})
-    made = ask(flags, lambda client: client.create_tenant(tenant_id, **terms))
-    if as_json:
-        print_json(made)
-        return
-    echo(f"{made.id} is set up in the pool {made.pool}")
-    echo(f"Next: comfyfleet key create tenant --tenant {made.id}", err=True)
+    def show(made: TenantView) -> None:
+        echo(f"{made.id} was created in the database {made.database}")
+        echo(f"Next: {as_called()} key create tenant --tenant {made.id}", err=True)
+
+    report(flags, lambda client: client.create_tenant(tenant_id, **terms), show)
 
 
 @tenant_command.command("list")
-@as_json
-@settings(*TO_REACH)
-def list_(as_json: bool, **flags: Any) -> None:
-    """Every tenant that was set up."""
-    from comfyfleet.cli.hub_connection import ask, print_json, print_table
+@hub_options
+def list_(**flags: Any) -> None:
+    """List every tenant."""
 
-    found = ask(flags, every_tenant)
-    if as_json:
-        print_json(found)
-        return
-    rows = [
-        [each.id, each.state.value, each.pool, price_text(each.price), f"{each.weight:g}", each.name]
-        for each in found
-    ]
-    heads = ["tenant", "state", "pool", "price", "weight", "name"]
-    print_table(heads, rows, empty="no tenant was set up: jobs of any tenant lie in the store itself")
+    def show(found: list[TenantView]) -> None:
+        rows = [
+            [each.id, each.state.value, each.database, price_text(each.price), f"{each.weight:g}", each.name]
+            for each in found
+        ]
+        headings = ["tenant", "state", "database", "price", "weight", "name"]
+        print_table(headings, rows, empty="No tenant was created: all jobs are kept in the store itself.")
 
-
-async def every_tenant(client: FleetClient) -> list[TenantView]:
-    page = await client.tenants()
-    found = list(page.tenants)
-    while page.cursor is not None:
-        page = await client.tenants(page.cursor)
-        found += page.tenants
-    return found
+    report(
+        flags,
+        lambda client: collect_all(client.tenants, lambda page: page.tenants),
+        show,
+    )
 
 
 @tenant_command.command("show")
 @click.argument("tenant_id")
-@as_json
-@settings(*TO_REACH)
-def show(tenant_id: str, as_json: bool, **flags: Any) -> None:
-    """A tenant's terms, and what it has."""
-    from comfyfleet.cli.credits import when
-    from comfyfleet.cli.hub_connection import ask, plain, print_json, print_pairs
-    from comfyfleet.wire.credits import BalanceView
+@hub_options
+def show(tenant_id: str, **flags: Any) -> None:
+    """Show the terms of a tenant and its credits."""
 
     async def look(client: FleetClient) -> tuple[TenantView, BalanceView]:
         return await client.tenant(tenant_id), await client.balance(tenant_id)
 
-    tenant, balance = ask(flags, look)
-    if as_json:
-        print_json({**plain(tenant), "credits": plain(balance)})
-        return
-    told = _said({**plain(tenant), "price": None, "created_at": when(tenant.created_at)})
-    told |= {
+    report(
+        flags,
+        look,
+        _print_tenant,
+        json=lambda found: {**plain(found[0]), "credits": plain(found[1])},
+    )
+
+
+def _print_tenant(found: tuple[TenantView, BalanceView]) -> None:
+    from comfyfleet.cli.credits import when
+
+    tenant, balance = found
+    details = _not_empty(
+        {**plain(tenant), "pool": None, "price": None, "created_at": when(tenant.created_at)}
+    )
+    details |= {
         "price": price_text(tenant.price),
         "credits": f"{balance.available} available, {balance.held} held",
     }
-    print_pairs(list(told.items()))
+    print_pairs(details)
 
 
-def _said(fields: dict[str, Any]) -> dict[str, Any]:
-    """What there is to say; of what has parts, each that is said."""
+def _not_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that have a value; of a nested object, its fields."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
-            found |= _said(value)
+            found |= _not_empty(value)
         elif value not in (None, "", []):
-            found[name] = ", ".join(map(str, value)) if isinstance(value, list) else value
+            found[name] = value
     return found
 
 
@@ -317,17 +283,14 @@ def _said(fields: dict[str, Any]) -> dict[str, Any]:
     multiple=True,
     type=click.Choice(list(CLEARED)),
     metavar="OPTION",
-    help="Take away what was said with this option, whichever it is, such as price or max-running. Repeatable.",
+    help="Reset this option, such as price or max-running. Repeatable.",
 )
-@as_json
-@settings(*TO_REACH)
-def set_(tenant_id: str, cleared: tuple[str, ...], as_json: bool, **flags: Any) -> None:
-    """Change a tenant's terms. What is not given stays; a list is given whole."""
-    from comfyfleet.cli.hub_connection import ask, plain, print_json
-
+@hub_options
+def set_(tenant_id: str, cleared: tuple[str, ...], **flags: Any) -> None:
+    """Change the terms of a tenant. What you do not give stays; a list replaces the list before."""
     terms = given(flags)
     if not terms and not cleared:
-        raise click.UsageError("say what to change, such as --price flat:5")
+        raise click.UsageError("Nothing to change: give an option, such as --price flat:5.")
     parts: dict[str, dict[str, Any]] = {
         whole: terms.pop(whole) for whole in ("caps", "location") if whole in terms
     }
@@ -339,36 +302,31 @@ def set_(tenant_id: str, cleared: tuple[str, ...], as_json: bool, **flags: Any) 
             parts.setdefault(term, {})[part] = nothing
 
     async def change(client: FleetClient) -> TenantView:
-        # A hub takes bounds and places whole: a part that is not sent is gone, such as the region of its jobs.
+        # A hub replaces limits and location as a whole, so send the parts that do not change too.
         before = plain(await client.tenant(tenant_id)) if parts else {}
-        wholes = {whole: before[whole] | said for whole, said in parts.items()}
+        wholes = {whole: before[whole] | part for whole, part in parts.items()}
         return await client.change_tenant(tenant_id, **terms, **wholes)
 
-    changed = ask(flags, change)
-    if as_json:
-        print_json(changed)
-    else:
-        names = [*terms, *(name for said in parts.values() for name in said)]
-        echo(f"{changed.id}: {', '.join(names)} changed")
+    names = [*terms, *(name for part in parts.values() for name in part)]
+    report(flags, change, lambda changed: echo(f"{changed.id}: {', '.join(names)} changed"))
 
 
-def _stating(name: str, text: str, method: str) -> None:
+def _add_state_change(name: str, text: str, method: str) -> None:
     @tenant_command.command(name, help=text)
     @click.argument("tenant_id")
-    @as_json
-    @settings(*TO_REACH)
-    def change(tenant_id: str, as_json: bool, **flags: Any) -> None:
-        from comfyfleet.cli.hub_connection import ask, print_json
-
-        tenant = ask(flags, lambda client: getattr(client, method)(tenant_id))
-        if as_json:
-            print_json(tenant)
-        else:
-            echo(f"{tenant.id} is {tenant.state.value}")
+    @hub_options
+    def change(tenant_id: str, **flags: Any) -> None:
+        report(
+            flags,
+            lambda client: getattr(client, method)(tenant_id),
+            lambda tenant: echo(f"{tenant.id} is {tenant.state.value}"),
+        )
 
 
-_stating("suspend", "Take nothing new of it and lease nothing; what runs may end.", "suspend_tenant")
-_stating("resume", "Let a suspended tenant work again.", "resume_tenant")
+_add_state_change(
+    "suspend", "Accept and start no jobs of a tenant. Running jobs may finish.", "suspend_tenant"
+)
+_add_state_change("resume", "Let a suspended tenant work again.", "resume_tenant")
 
 
 _no_wait = click.option("--no-wait", is_flag=True, help="Do not wait until it is done.")
@@ -376,62 +334,67 @@ _no_wait = click.option("--no-wait", is_flag=True, help="Do not wait until it is
 
 @tenant_command.command("move")
 @click.argument("tenant_id")
-@click.argument("pool")
+@click.argument("database")
 @_no_wait
-@as_json
-@settings(*TO_REACH)
-def move(tenant_id: str, pool: str, no_wait: bool, as_json: bool, **flags: Any) -> None:
-    """Move everything of a tenant to another POOL; naming its own calls it back."""
+@hub_options
+def move(tenant_id: str, database: str, no_wait: bool, **flags: Any) -> None:
+    """Move all data of a tenant to another DATABASE. Its current one stops a move."""
     import asyncio
 
-    from comfyfleet.cli.hub_connection import ask, print_json
-
-    async def moving(client: FleetClient) -> TenantView:
-        tenant, told = await client.move_tenant(tenant_id, pool), None
+    async def start(client: FleetClient) -> TenantView:
+        tenant, told = await client.move_tenant(tenant_id, database), None
         while tenant.state == "moving" and not no_wait:
             await asyncio.sleep(_POLL_S)
             tenant = await client.tenant(tenant_id)
             told = _tell_wait(tenant, told)
         return tenant
 
-    tenant = ask(flags, moving)
-    if as_json:
-        print_json(tenant)
-    elif tenant.state == "moving":
-        echo(f"{tenant.id} is on its way to the pool {tenant.moving_to}")
-    else:
-        echo(f"{tenant.id} lies in the pool {tenant.pool}")
+    def show(tenant: TenantView) -> None:
+        if tenant.state == "moving":
+            echo(f"{tenant.id} is being moved to the database {tenant.moving_to}")
+        else:
+            echo(f"{tenant.id} is in the database {tenant.database}")
+
+    report(flags, start, show)
 
 
 def _tell_wait(tenant: TenantView, told: str | None) -> str | None:
-    """Says what it waits for, unless that was told last. Answers what was."""
+    """Says once what the tenant waits for. Returns what was said last."""
     if tenant.waits_for is None or tenant.waits_for == told:
         return told
-    echo(f"it waits for {tenant.waits_for}", err=True)
+    echo(f"Waiting for {tenant.waits_for}", err=True)
     return tenant.waits_for
 
 
 @tenant_command.command("delete")
 @click.argument("tenant_id")
-@click.option("--confirm", metavar="TENANT_ID", help="Its id once more, instead of being asked for it.")
+@click.option("--confirm", metavar="TENANT_ID", help="The id again, instead of the question.")
 @_no_wait
-@as_json
-@settings(*TO_REACH)
-def delete(tenant_id: str, confirm: str | None, no_wait: bool, as_json: bool, **flags: Any) -> None:
+@hub_options
+def delete(tenant_id: str, confirm: str | None, no_wait: bool, **flags: Any) -> None:
     """Delete a tenant with its keys, jobs, files, webhooks and credits, for good."""
     import asyncio
 
-    from comfyfleet.cli.hub_connection import ask, print_json
     from comfyfleet.model.errors import Refusal, RefusalCode
 
     if confirm is None:
-        confirm = click.prompt(
-            f"Its jobs, files, keys and credits go with {tenant_id}; type its id to go on", err=True
+        try:
+            confirm = click.prompt(
+                f"This deletes the jobs, files, keys and credits of {tenant_id}. Type its id to continue",
+                err=True,
+            )
+        except click.Abort:
+            if sys.stdin.isatty():
+                raise
+            confirm = ""
+    if confirm != tenant_id:
+        raise CommandFailed(
+            f"nothing was deleted. Type the id, or add --confirm {tenant_id}.", ExitCode.REFUSED
         )
 
-    async def leaving(client: FleetClient) -> bool:
+    async def remove(client: FleetClient) -> bool:
         """Whether it is gone."""
-        await client.delete_tenant(tenant_id, confirm=confirm or "")
+        await client.delete_tenant(tenant_id, confirm=tenant_id)
         told = None
         while not no_wait:
             try:
@@ -443,8 +406,9 @@ def delete(tenant_id: str, confirm: str | None, no_wait: bool, as_json: bool, **
             await asyncio.sleep(_POLL_S)
         return False
 
-    is_gone = ask(flags, leaving)
-    if as_json:
-        print_json({"tenant": tenant_id, "is_gone": is_gone})
-    else:
-        echo(f"{tenant_id} is {'gone' if is_gone else 'being deleted'}")
+    report(
+        flags,
+        remove,
+        lambda is_gone: echo(f"{tenant_id} is {'deleted' if is_gone else 'being deleted'}"),
+        json=lambda is_gone: {"tenant": tenant_id, "is_gone": is_gone},
+    )

@@ -1,22 +1,21 @@
-"""`comfyfleet up`: a hub, its store and the agents of its servers in one process.
+"""`comfyfleet up` and `hub`: a hub with workers in the same process, or a hub alone.
 
-Parses and composes; the hub is `bootstrap.py`'s, the servers are `servers.py`'s.
-
-`comfyfleet hub`: the hub alone, on a store. Workers come over HTTP, or work directly on the store.
+`bootstrap.py` builds the hub, `servers.py` the servers; this module reads the flags and handles signals.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
-from comfyfleet.cli import command_help
-from comfyfleet.cli.exit_codes import Terminated
-from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
+from comfyfleet.cli.command import command
+from comfyfleet.cli.exit_codes import Terminated, require
+from comfyfleet.cli.options import SERVING_SETTINGS, WORKER_SETTINGS, fake_beside_real, settings
 from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from comfyfleet.cli.bootstrap import RunningHub
     from comfyfleet.cli.settings import ResolvedSettings
@@ -24,73 +23,52 @@ if TYPE_CHECKING:
 
 
 _POLL_S = 10.0
-"""Between two looks for servers on this machine, where none was named."""
+"""Time between two searches for servers on this machine, if none was named."""
+DRAIN_MESSAGE = "Draining: running jobs may finish. Press Ctrl-C again to stop at once."
 
 
-@command_help.command("up")
+@command("up")
 @settings(
     "servers",
     "fake",
     "fake_version",
     "slots",
-    *OF_A_WORKER,
-    "host",
-    "port",
-    "ws_port",
-    "open",
-    "certificate",
-    "certificate_key",
-    "data",
-    "store",
-    "assets",
-    "pools",
+    *WORKER_SETTINGS,
     "name",
     "grace_s",
-    "legacy_websocket",
-    "webhook_allow",
-    "trusted_proxies",
-    "log_level",
-    "log_format",
-    "config",
+    *SERVING_SETTINGS,
 )
 @fake_beside_real
 def up_command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     """Run a hub and work on its jobs, until Ctrl-C or SIGTERM.
 
-    One process: an embedded SQLite store, the API, a status page, and a worker for each server that is given. Without
-    --server and --fake, ComfyUI servers on ports 8188 to 8199 of this machine are found, now and when they appear. The
-    first signal lets what runs end, a second one gives it back at once.
+    One process has an embedded SQLite store, the API, a status page, and a worker for each --server. Without --server
+    and --fake it finds ComfyUI servers on ports 8188 to 8199 of this machine, also those that start later. The first
+    signal lets running jobs finish, the second returns them to the queue at once.
     """
-    from comfyfleet.cli.exit_codes import require
-    from comfyfleet.cli.hub_connection import keep_private
-    from comfyfleet.cli.process import set_up
     from comfyfleet.cli.settings import read_settings
 
-    # What others mean by REDIS_URL is no reason to keep the jobs there.
+    # REDIS_URL of another program is no reason to keep our jobs there.
     resolved = read_settings(flags, config=config, old_store=False)
     require("hub", *(("fake",) if resolved.values.fake else ()))
-    from comfyfleet.cli.bootstrap import run_loop
-
-    tell_of_unused_store(resolved, os.environ)
-    keep_private()
-    set_up(resolved.values.log_level, resolved.values.log_format)
-    ended(run_loop(_run_up(resolved, fake_beside_real)))
+    warn_about_unused_store(resolved, os.environ)
+    _serve(resolved, _run_up(resolved, fake_beside_real))
 
 
-def tell_of_unused_store(resolved: ResolvedSettings, environment: Mapping[str, str]) -> None:
-    """Whoever has set such a variable for this program expects its jobs there."""
+def warn_about_unused_store(resolved: ResolvedSettings, environment: Mapping[str, str]) -> None:
+    """A user who set such a variable may expect the jobs there."""
     from comfyfleet.cli.settings_schema import OLD_NAMES
 
     others = [name for name in OLD_NAMES["store"] if environment.get(name)]
     if others and resolved.values.store is None:
         echo(
-            f"{others[0]} is not used: `up` keeps its jobs in {resolved.data}. --store, or `comfyfleet hub`, uses it",
+            f"`up` does not use {others[0]}; it keeps its jobs in {resolved.data}. Use --store, or `comfyfleet hub`.",
             err=True,
         )
 
 
-def ended(signals: Sequence[int]) -> None:
-    """To be told to stop, and to end what runs, is how a program that serves ends well; to be told twice is not."""
+def end_with(signals: Sequence[int]) -> None:
+    """One SIGTERM ends a program with success. Ctrl-C, or a second signal, does not."""
     import signal
 
     if signal.SIGINT in signals:
@@ -104,7 +82,7 @@ async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequenc
 
     from comfyfleet.cli.bootstrap import greet, run_hub
     from comfyfleet.cli.process import Signals
-    from comfyfleet.cli.servers import declared_in, declaring, fakes, journals, named, tell_state
+    from comfyfleet.cli.servers import declared_in, declaring, fakes, journals, named, print_state
     from comfyfleet.pool.servers import PoolAgents
     from comfyfleet.worker.settings import AgentSettings
 
@@ -113,13 +91,13 @@ async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequenc
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not chosen.fake)
     with Signals() as signals:
         async with AsyncExitStack() as stack:
-            servers += await fakes(stack, chosen.fake, chosen.name or _machine(), resolved)
+            servers += await fakes(stack, chosen.fake, chosen.name or socket.gethostname(), resolved)
             entered = await signals.before(stack.enter_async_context(run_hub(resolved)), 1)
             if entered is None:
-                return signals.came
+                return signals.received
             (running_hub,) = entered
             agents = PoolAgents(
-                tell_state,
+                print_state,
                 AgentSettings(drain_grace_s=chosen.grace_s),
                 resolved.comfyui(),
                 journals=journals(resolved),
@@ -127,31 +105,44 @@ async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequenc
             stack.push_async_callback(agents.close)
             greet(running_hub, resolved)
             if chosen.fake and not fake_beside_real:
-                await _tell_of_real(running_hub, chosen.servers)
+                await _warn_about_real_workers(running_hub, chosen.servers)
             for server in declaring(servers, declared):
                 await agents.add(running_hub.api, server)
             if servers:
                 await signals.wait()
             else:
-                await signals.before(_keep_looking(running_hub, agents, resolved), 1)
+                await signals.before(_find_servers(running_hub, agents, resolved), 1)
             if len(agents):
-                echo("draining: what runs may end; once more stops at once")
+                echo(DRAIN_MESSAGE)
                 await signals.before(agents.drain(), 2)
-    return signals.came
+    return signals.received
 
 
-async def _tell_of_real(running_hub: RunningHub, named: Sequence[str]) -> None:
-    real = [each.worker_id for each in await running_hub.engine.workers() if not each.capabilities.is_fake]
-    if real or named:
-        shown = ", ".join([*named, *real][:3])
+async def _warn_about_real_workers(running_hub: RunningHub, named: Sequence[str]) -> None:
+    from comfyfleet.cli.exit_codes import as_called
+    from comfyfleet.policy.feasibility import is_known_real
+
+    real = [each.worker_id for each in await running_hub.engine.workers() if is_known_real(each)]
+    more = (
+        "Add --fake-beside-real to let them, use another --data folder for a separate fleet, or remove workers that "
+        f"are gone for good: {as_called()} workers remove ID"
+    )
+    if real:
+        shown = ", ".join(real[:3])
         echo(
-            f"Warning: the fake servers take no jobs, because this fleet has real workers ({shown}). Give "
-            "--fake-beside-real to let them, or another --data folder to try things apart",
+            f"Warning: the fake servers take no jobs, because this fleet has real workers ({shown}), online or not. "
+            + more,
+            err=True,
+        )
+    elif named:
+        shown = ", ".join(named[:3])
+        echo(
+            f"Warning: the fake servers take no jobs once a real server ({shown}) has answered. {more}",
             err=True,
         )
 
 
-async def _keep_looking(running_hub: RunningHub, agents: PoolAgents, resolved: ResolvedSettings) -> None:
+async def _find_servers(running_hub: RunningHub, agents: PoolAgents, resolved: ResolvedSettings) -> None:
     import asyncio
 
     from comfyfleet.cli.servers import LOCAL_PORTS, declared_in, declaring, found_here, named
@@ -163,7 +154,7 @@ async def _keep_looking(running_hub: RunningHub, agents: PoolAgents, resolved: R
         for address in found.fakes:
             if address not in told:
                 told.add(address)
-                echo(f"A fake ComfyUI answers at {address}; it works here only if named: --server {address}")
+                echo(f"Found a fake ComfyUI at {address}. To use it, add: --server {address}")
         for address in found.servers:
             (server,) = declaring(named([address], None, resolved.values.slots), declared_in(resolved))
             assert server.id is not None, "named servers have an id"
@@ -171,55 +162,36 @@ async def _keep_looking(running_hub: RunningHub, agents: PoolAgents, resolved: R
                 await agents.add(running_hub.api, server)
         if is_first and not len(agents):
             echo(
-                f"No ComfyUI answers on ports {LOCAL_PORTS[0]} to {LOCAL_PORTS[-1]} of this machine; one that comes is "
-                "found. Or name one with --server, or try --fake 2"
+                f"No ComfyUI answers on ports {LOCAL_PORTS[0]} to {LOCAL_PORTS[-1]} of this machine. The search goes "
+                "on. You can also name one with --server, or try --fake 2.",
+                wraps=True,
             )
         is_first = False
         await asyncio.sleep(_POLL_S)
 
 
-def _machine() -> str:
-    import socket
-
-    return socket.gethostname()
-
-
-@command_help.command("hub")
-@settings(
-    "store",
-    "assets",
-    "pools",
-    "host",
-    "port",
-    "ws_port",
-    "open",
-    "certificate",
-    "certificate_key",
-    "data",
-    "legacy_websocket",
-    "webhook_allow",
-    "trusted_proxies",
-    "log_level",
-    "log_format",
-    "config",
-)
+@command("hub")
+@settings(*SERVING_SETTINGS)
 def hub_command(config: str | None, **flags: Any) -> None:
-    """Run a hub without workers of its own, until Ctrl-C or SIGTERM.
+    """Run a hub without workers, until Ctrl-C or SIGTERM.
 
-    Several hubs may share a Redis or PostgreSQL store.
+    Several hubs can share a Redis or PostgreSQL store. Workers connect over HTTP, or use the store directly.
     """
-    from comfyfleet.cli.exit_codes import require
-    from comfyfleet.cli.hub_connection import keep_private
-    from comfyfleet.cli.process import set_up
     from comfyfleet.cli.settings import read_settings
 
     require("hub")
-    from comfyfleet.cli.bootstrap import run_loop
-
     resolved = read_settings(flags, config=config)
+    _serve(resolved, _run_hub(resolved))
+
+
+def _serve(resolved: ResolvedSettings, program: Coroutine[Any, Any, Sequence[int]]) -> None:
+    from comfyfleet.cli.bootstrap import run_loop
+    from comfyfleet.cli.hub_connection import keep_private
+    from comfyfleet.cli.process import set_up
+
     keep_private()
     set_up(resolved.values.log_level, resolved.values.log_format)
-    ended(run_loop(_run_hub(resolved)))
+    end_with(run_loop(program))
 
 
 async def _run_hub(resolved: ResolvedSettings) -> Sequence[int]:
@@ -234,4 +206,4 @@ async def _run_hub(resolved: ResolvedSettings) -> Sequence[int]:
             if entered is not None:
                 greet(entered[0], resolved)
                 await signals.wait()
-    return signals.came
+    return signals.received

@@ -1,7 +1,7 @@
-"""`comfyfleet worker`: servers that take their jobs from a hub, or directly from a store with no hub in the path.
+"""`comfyfleet worker`: servers that get their jobs from a hub, or directly from a store without a hub.
 
-Parses, composes agents, tells of their states, and turns signals into a drain or an end. What a worker does is the
-agent's; what is decided is the engine's, at the hub or, on a store, in this process.
+This module reads the flags, starts the agents, prints their states and handles signals. The agents do the work. The
+engine decides: at the hub or, with a store, in this process.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli import fleet
-from comfyfleet.cli.command_help import group
-from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
+from comfyfleet.cli.command import group, refuse_group_options
+from comfyfleet.cli.options import WORKER_SETTINGS, fake_beside_real, settings
 from comfyfleet.cli.output import echo
-from comfyfleet.cli.up import ended
+from comfyfleet.cli.up import DRAIN_MESSAGE, end_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "store",
     "servers",
     "services",
-    *OF_A_WORKER,
+    *WORKER_SETTINGS,
     "server_folder",
     "clear_history",
     "fake",
@@ -67,40 +67,38 @@ def worker_command(
 ) -> None:
     """Work on jobs from a hub, or from a store, until Ctrl-C or SIGTERM.
 
-    Each server becomes a worker of the fleet; several such processes, on any number of machines, share the jobs. With
-    --hub only outgoing connections are made. A hub or a server that is down is waited for. The first signal lets what
-    runs end and takes nothing new, a second one gives it back at once. The commands are
-    those of `comfyfleet workers`: they tell a worker of a hub what to do.
+    Each server becomes a worker of the fleet. Any number of such processes, on any number of machines, share the jobs.
+    With --hub it only makes outgoing connections. It waits for a hub or a server that is down. The first signal lets
+    running jobs finish, the second returns them to the queue at once. The commands below control a worker of a hub, as
+    in `comfyfleet workers`.
     """
-    if context.invoked_subcommand is not None:
-        if any((config, changes, simulated, fake_beside_real, *flags.values())):
-            raise click.UsageError(f"put the options behind `{context.invoked_subcommand}`")
+    if refuse_group_options(context, config, changes, simulated, fake_beside_real, *flags.values()):
         return
     import asyncio
 
     from comfyfleet.cli.hub_connection import keep_private, read_hub, tighten_data_folder
     from comfyfleet.cli.process import set_up
-    from comfyfleet.cli.servers import declared_in, named, tidied, with_services
+    from comfyfleet.cli.servers import declared_in, named, with_cleanup, with_services
     from comfyfleet.cli.settings import read_settings
 
     flags |= _read_rules(changes)
     resolved = read_settings(flags, config=config)
     chosen = resolved.values
     if not (chosen.servers or chosen.services or chosen.fake or simulated):
-        raise click.UsageError("there is nothing to work with: name a --server, or try --fake 1")
+        raise click.UsageError("There is no server to work with. Name a --server, or try --fake 1.")
     if not chosen.hub and chosen.store is None and read_hub(resolved.data) is None:
         raise click.UsageError(
-            "where do the jobs come from? Name a --hub (or COMFYFLEET_HUB) or a --store (or COMFYFLEET_STORE)"
+            "No hub and no store. Name a --hub (or COMFYFLEET_HUB) or a --store (or COMFYFLEET_STORE)."
         )
     if chosen.fake or simulated:
-        _refuse_found(resolved)
+        _refuse_implicit_fleet(resolved)
     keep_private()
     set_up(chosen.log_level, chosen.log_format)
     tighten_data_folder(resolved.data)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not (chosen.fake or simulated))
-    servers = with_services(tidied(servers, resolved), resolved)
+    servers = with_services(with_cleanup(servers, resolved), resolved)
     declared = declared_in(resolved, fake_beside_real=fake_beside_real)
-    ended(asyncio.run(_work(resolved, servers, simulated, declared)))
+    end_with(asyncio.run(_work(resolved, servers, simulated, declared)))
 
 
 for _name in ("show", "drain", "pause", "resume", "refresh", "remove"):
@@ -118,20 +116,20 @@ def _read_rules(changes: str | None) -> dict[str, Any]:
 
 
 def _takes_from_store(resolved: ResolvedSettings) -> bool:
-    """What was said nearer wins: a flag over the environment, that over the file."""
+    """A flag wins over the environment, and that over the file."""
     chosen = resolved.values
     if chosen.hub and chosen.store is not None:
         hub, store = resolved.origin("hub"), resolved.origin("store")
         if hub.rank == store.rank:
             raise click.UsageError(
-                f"a worker takes its jobs from a hub or from a store, not from both ({hub.place}, {store.place})"
+                f"A worker gets its jobs from a hub or from a store, not from both ({hub.place}, {store.place})."
             )
         return store.rank > hub.rank
     return chosen.store is not None
 
 
-def _refuse_found(resolved: ResolvedSettings) -> None:
-    """A fake completes jobs with pictures that nobody can use: it joins nothing that the environment led it to."""
+def _refuse_implicit_fleet(resolved: ResolvedSettings) -> None:
+    """A fake completes jobs with useless pictures, so it must not join a fleet by accident."""
     from comfyfleet.cli.hub_connection import find_hub
     from comfyfleet.cli.settings import masked
 
@@ -141,14 +139,14 @@ def _refuse_found(resolved: ResolvedSettings) -> None:
         return
     found = masked("store", resolved.values.store) if takes_from_store else find_hub(resolved).url
     raise click.UsageError(
-        f"fake servers join a {name} only if you name it on the command line: --{name} {found} if that one is meant"
+        f"Fake servers join a {name} only if you name it on the command line. For this one, add: --{name} {found}"
     )
 
 
 async def _work(
     resolved: ResolvedSettings, servers: list[Server], simulated: Sequence[float], declared: Capabilities
 ) -> Sequence[int]:
-    """Answers which signals came."""
+    """Returns the signals that were received."""
     from comfyfleet.cli.process import Signals
     from comfyfleet.cli.servers import declaring, fakes, this_process
 
@@ -163,35 +161,35 @@ async def _work(
                 await _work_on_store(resolved, servers, stack, signals)
             else:
                 await _work_for_hub(resolved, servers, stack, signals)
-    return signals.came
+    return signals.received
 
 
 async def _work_on_store(
     resolved: ResolvedSettings, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
-    from comfyfleet.cli.encryption_keys import worker_encryption
-    from comfyfleet.cli.servers import journals, tell_state
+    from comfyfleet.cli.encryption import worker_encryption
+    from comfyfleet.cli.servers import journals, print_state
     from comfyfleet.pool.servers import StoreWorkers
     from comfyfleet.worker.settings import AgentSettings
 
     chosen = resolved.values
-    assert chosen.store is not None, "whoever works on a store has one"
+    assert chosen.store is not None, "_takes_from_store was true"
     agent = AgentSettings(drain_grace_s=chosen.grace_s)
     workers = StoreWorkers(
         servers,
         store=chosen.store,
-        on_state=tell_state,
+        on_state=print_state,
         rules=resolved.rules(),
         agent=agent,
         comfyui=resolved.comfyui(),
         journals=journals(resolved),
         encryption=worker_encryption(resolved),
     )
-    # A signal must be heard while a store or a server is still waited for.
+    # Signals must work while the store or a server does not answer yet.
     if await signals.before(stack.enter_async_context(workers), 1) is None:
         return
     if await signals.before(workers.drained(), 1) is None:
-        _tell_of_drain()
+        echo(DRAIN_MESSAGE)
         await signals.before(workers.drain(), 2)
 
 
@@ -199,49 +197,49 @@ async def _work_for_hub(
     resolved: ResolvedSettings, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
     from comfyfleet.cli.hub_connection import find_hub
-    from comfyfleet.cli.servers import journals, tell_state
+    from comfyfleet.cli.servers import journals, print_state
     from comfyfleet.pool.servers import PoolAgents
     from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
     from comfyfleet.worker.transports.http import HttpWorkerApi
     from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
 
-    reach = find_hub(resolved)
-    for url in reach.urls:
+    target = find_hub(resolved)
+    for url in target.urls:
         if url.startswith(("ws://", "wss://")):
-            raise resolved.wrong("hub", f"name it as http{url[2:]} and say --transport websocket")
+            raise resolved.wrong("hub", f"write http{url[2:]} and add --transport websocket")
     transport = WebSocketWorkerApi if resolved.values.transport == "websocket" else HttpWorkerApi
-    settings_ = AgentSettings(drain_grace_s=resolved.values.grace_s)
+    agent = AgentSettings(drain_grace_s=resolved.values.grace_s)
     is_accepted = False
 
     def tell(worker: str, state: AgentState) -> None:
         nonlocal is_accepted
         if state.status is AgentStatus.ONLINE and not is_accepted:
-            # The hub has registered a worker: the address and the key are right.
+            # The hub has accepted a worker, so the address and the key are right.
             is_accepted = True
-            echo(f"works for {', '.join(reach.urls)}")
-        tell_state(worker, state)
+            echo(f"Connected to {', '.join(target.urls)}")
+        print_state(worker, state)
 
-    agents = PoolAgents(tell, settings_, resolved.comfyui(), journals=journals(resolved))
+    agents = PoolAgents(tell, agent, resolved.comfyui(), journals=journals(resolved))
     stack.push_async_callback(agents.close)
-    echo(f"connects to {', '.join(reach.urls)}")
+    echo(f"Connecting to {', '.join(target.urls)}")
     for server in servers:
-        keyed = await signals.before(_key(resolved, reach, str(server.id)), 1)
+        keyed = await signals.before(_key(resolved, target, str(server.id)), 1)
         if keyed is None:
             return
         journal = agents.journal_of(server)
         spool = None if journal is None else journal.spool
-        api = transport(reach.urls, keyed[0], trust=reach.trust, spool=spool)
+        api = transport(target.urls, keyed[0], trust=target.trust, spool=spool)
         stack.push_async_callback(api.close)
         await agents.add(api, server, journal)
-        # Entered after the door that they report through, the agents leave before it closes.
+        # Registered after the connection that they report through, so the agents stop before it closes.
         stack.push_async_callback(agents.close)
     if await signals.before(agents.drained(), 1) is None:
-        _tell_of_drain()
+        echo(DRAIN_MESSAGE)
         await signals.before(agents.drain(), 2)
 
 
-async def _key(resolved: ResolvedSettings, reach: HubTarget, worker: str) -> str | None:
-    """The key of this worker: one it got before, or gets now for the enrolment token; else the one that was given."""
+async def _key(resolved: ResolvedSettings, target: HubTarget, worker: str) -> str | None:
+    """The key of this worker: the one in the settings, one from an earlier enrolment, or a new one for the token."""
     import asyncio
 
     from comfyfleet.cli.hub_connection import read_worker_key, write_worker_key
@@ -250,32 +248,28 @@ async def _key(resolved: ResolvedSettings, reach: HubTarget, worker: str) -> str
 
     if resolved.values.key is not None:
         return resolved.values.key
-    # Hubs on one store know the same keys.
-    for url in reach.urls:
+    # Hubs on one store accept the same keys.
+    for url in target.urls:
         if known := read_worker_key(resolved.data, url, worker):
             return known
     token = resolved.values.enrol
     if token is None:
-        return reach.key
-    async with FleetClient(reach.urls, patience_s=10.0, trust=reach.trust) as client:
+        return target.key
+    async with FleetClient(target.urls, patience_s=10.0, trust=target.trust) as client:
         while True:
             try:
                 made = await client.enrol(token, worker)
             except Fault as error:
-                echo(f"{worker}: {error}; tries again", err=True)
+                echo(f"{worker}: {error} Retrying.", err=True)
                 await asyncio.sleep(5.0)
                 continue
-            write_worker_key(resolved.data, reach.url, worker, made.key)
+            write_worker_key(resolved.data, target.url, worker, made.key)
             echo(f"{worker}: enrolled")
             return made.key
 
 
-def _tell_of_drain() -> None:
-    echo("draining: what runs may end; once more stops at once")
-
-
 def _simulated(seconds: Sequence[float], name: str | None, slots: int) -> list[Server]:
-    """Workers without a server, for tests of the fleet: each run takes so long and is told of on standard output."""
+    """Workers without a server, for tests: each run takes `seconds` and is printed."""
     from comfyfleet.cli.servers import this_process
     from comfyfleet.pool.options import Server
 
@@ -292,7 +286,7 @@ def _simulated(seconds: Sequence[float], name: str | None, slots: int) -> list[S
             echo(f"run {job.attempt_id}")
             await run(job, report)
             echo(f"ran {job.attempt_id}")
-            # So that whoever submitted it can see what was run for it.
+            # A test can see in the result which workflow ran.
             return JobResult({"9": {"made_from": [job.workflow]}})
 
         return behave

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from comfyfleet.client import file_transfer
-from comfyfleet.client.connection import HubConnection, filled
+from comfyfleet.client.connection import HubConnection, fill_path
 from comfyfleet.client.file_transfer import FileLike, upload
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -172,7 +172,7 @@ class TenantCalls:
     # tenants
 
     async def create_tenant(self, tenant_id: str, /, **terms: Any) -> wire_tenants.TenantView:
-        """`terms` are the fields of a tenant (pool, name, price, weight, caps …), as in docs/protocol.md."""
+        """`terms` are the fields of a tenant (database, name, price, weight, caps …), as in docs/protocol.md."""
         body = _converted({"id": tenant_id, **terms}, wire_tenants.TenantBody)
         return await self._link.ask("create_tenant", wire_tenants.TenantView, body=body)
 
@@ -194,9 +194,9 @@ class TenantCalls:
     async def resume_tenant(self, tenant_id: str) -> wire_tenants.TenantView:
         return await self._link.ask("resume_tenant", wire_tenants.TenantView, tenant_id=tenant_id)
 
-    async def move_tenant(self, tenant_id: str, pool: str) -> wire_tenants.TenantView:
-        """Starts the relocation. It has ended when `pool` is the new one and the state is not `moving`."""
-        body = wire_tenants.MoveBody(pool)
+    async def move_tenant(self, tenant_id: str, database: str) -> wire_tenants.TenantView:
+        """Starts the relocation. It has ended when `database` is the new one and the state is not `moving`."""
+        body = wire_tenants.MoveBody(database)
         return await self._link.ask("move_tenant", wire_tenants.TenantView, body=body, tenant_id=tenant_id)
 
     async def delete_tenant(self, tenant_id: str, *, confirm: str) -> wire_tenants.TenantView:
@@ -279,7 +279,7 @@ class TenantCalls:
     ) -> AsyncGenerator[bytes, None]:
         """The file in pieces. Pass the last number as `after` to continue an earlier export."""
         query = urlencode({"of": of, "format": format, "after": after})
-        path = filled("/api/tenants/{tenant_id}/export", {"tenant_id": tenant_id})
+        path = fill_path("/api/tenants/{tenant_id}/export", {"tenant_id": tenant_id})
         async with self._link.stream(f"{path}?{query}", {}) as response:
             try:
                 async for piece in response.content.iter_any():

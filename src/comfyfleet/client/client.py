@@ -1,4 +1,4 @@
-"""`FleetClient`: the jobs, queue, workers and keys of a hub as methods.
+"""`FleetClient`: the jobs, queue and workers of a hub as methods.
 
 `calls.py` has its methods for files, tenants, keys and webhooks; `connection.py` sends and repeats requests.
 """
@@ -10,12 +10,12 @@ import contextlib
 import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import msgspec
 
 from comfyfleet.client.calls import FileCalls, KeyCalls, TenantCalls, WebhookCalls
-from comfyfleet.client.connection import EventParser, HubConnection, filled
+from comfyfleet.client.connection import EventParser, HubConnection, fill_path
 from comfyfleet.client.discovery import find_hub
 from comfyfleet.client.file_transfer import FileLike
 from comfyfleet.client.options import (
@@ -40,8 +40,6 @@ _POLL_S = 0.5
 """The interval for looking at a job if the hub has no stream for it."""
 
 _NOTHING_LEFT = 204
-
-T = TypeVar("T")
 
 
 class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
@@ -79,6 +77,10 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
     @patience_s.setter
     def patience_s(self, seconds: float) -> None:
         self._link.patience_s = seconds
+
+    def on_away(self, listener: Callable[[Exception | None], object]) -> None:
+        """`listener` gets the error when the hub is away or says "not now", and None when it answers again."""
+        self._link.on_away = listener
 
     async def __aenter__(self) -> Self:
         return self
@@ -237,7 +239,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
 
     async def watch(self, job_id: str, after: int | None = None) -> AsyncGenerator[JobUpdate, None]:
         """The updates of a job until its end, after the number `after`. Survives lost connections."""
-        path = filled("/api/jobs/{job_id}/progress", {"job_id": job_id})
+        path = fill_path("/api/jobs/{job_id}/progress", {"job_id": job_id})
         last, is_over = after, False
         tries = self._link.tries()
         while True:
@@ -264,10 +266,10 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
                 if error.code not in (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED):
                     raise
                 if error.code is RefusalCode.UNAVAILABLE:
-                    self._link.leave(url)
+                    self._link.switch_hub(url)
                 await tries.after(error)
             except Fault as error:
-                self._link.leave(url)
+                self._link.switch_hub(url)
                 await tries.after(error)
         # No such job, or a hub without streams: the next request shows which.
         async for update in self._looks(job_id):

@@ -10,7 +10,7 @@ import asyncio
 import codecs
 import random
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -104,6 +104,9 @@ class HubConnection:
         self._answer_s = answer_s
         self.patience_s = patience_s
         self._trust = trust
+        self.on_away: Callable[[Exception | None], object] | None = None
+        """Gets the error when the hub is away or says "not now", and None when it answers again."""
+        self._is_away = False
         self._session: aiohttp.ClientSession | None = None
         self._hubs: set[str] = set()
         """Addresses that are known to be hubs."""
@@ -113,13 +116,19 @@ class HubConnection:
             await self._session.close()
             self._session = None
 
-    def leave(self, url: str) -> None:
+    def switch_hub(self, url: str) -> None:
         """That hub does not answer: the next request goes to the next one."""
         if url == self.url:
             self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
 
     def tries(self) -> RetryState:
-        return RetryState(self.patience_s, len(self._urls))
+        return RetryState(self.patience_s, len(self._urls), self._note_away)
+
+    def _note_away(self, error: Exception | None) -> None:
+        if (error is not None) is not self._is_away:
+            self._is_away = not self._is_away
+            if self.on_away is not None:
+                self.on_away(error)
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -163,30 +172,30 @@ class HubConnection:
             url = self.url
             try:
                 async with self._request(
-                    route.method, filled(route.path, places), content, query, headers
+                    route.method, fill_path(route.path, places), content, query, headers
                 ) as response:
                     return await response.read()
             except WrongAddress:
-                self.leave(url)
+                self.switch_hub(url)
                 wrong.add(url)
                 if len(wrong) == len(self._urls):
                     raise
             except HubAway as error:
-                self.leave(url)
+                self.switch_hub(url)
                 await tries.after(error)
             except Fault as error:
-                self.leave(url)
+                self.switch_hub(url)
                 if not is_safe:
                     raise
                 await tries.after(error)
             except Refusal as error:
                 if error.code is RefusalCode.UNAUTHENTICATED:
                     # It may belong to another fleet, so the next request goes to another hub.
-                    self.leave(url)
+                    self.switch_hub(url)
                 if error.code not in NOT_NOW:
                     raise
                 if error.code is RefusalCode.UNAVAILABLE:
-                    self.leave(url)
+                    self.switch_hub(url)
                 await tries.after(error, float(error.details.get("retry_after_s", 0.0)))
 
     @asynccontextmanager
@@ -229,6 +238,7 @@ class HubConnection:
                     raise refusal
                 if url not in self._hubs:
                     await self._check_hub(url, response)
+                self._note_away(None)
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             why = cause_of(error, url, "the hub", " (--trust)")
@@ -247,18 +257,23 @@ class HubConnection:
 
 class RetryState:
     """Growing pauses with jitter until the patience is over; then the error is raised. All hubs are tried
-    before each pause."""
+    before each pause. `on_pause` gets the errors after the first, which may be a short interruption."""
 
-    def __init__(self, patience_s: float, hubs: int = 1) -> None:
+    def __init__(
+        self, patience_s: float, hubs: int = 1, on_pause: Callable[[Exception], object] = lambda _: None
+    ) -> None:
         self._ends_at = asyncio.get_running_loop().time() + patience_s
         self._count = 0
         self._hubs = self._left = hubs
+        self._on_pause = on_pause
 
     async def after(self, error: Exception, least_s: float = 0.0) -> None:
         self._left -= 1
         if self._left and not least_s:
             return
         self._left = self._hubs
+        if self._count:
+            self._on_pause(error)
         pause_s = min(_CAP_S, _BASE_S * (1 << min(self._count, 10))) * (0.5 + random.random() / 2)
         pause_s = max(pause_s, least_s)
         if asyncio.get_running_loop().time() + pause_s > self._ends_at:
@@ -267,8 +282,8 @@ class RetryState:
         await asyncio.sleep(pause_s)
 
 
-def filled(path: str, places: Mapping[str, str]) -> str:
-    for name, value in places.items():
+def fill_path(path: str, parameters: Mapping[str, str]) -> str:
+    for name, value in parameters.items():
         path = path.replace(f"{{{name}}}", quote(value, safe=""))
     return path
 

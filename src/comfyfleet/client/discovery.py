@@ -30,6 +30,8 @@ class LocalHub(msgspec.Struct, frozen=True, omit_defaults=True):
     url: str
     key: str | None = None
     certificate: str | None = None
+    host: str | None = None
+    """Where the hub listens, if other machines may reach it there."""
 
 
 class FoundHub(msgspec.Struct, frozen=True):
@@ -43,7 +45,7 @@ def find_hub(environment: Mapping[str, str] | None = None) -> FoundHub:
     environment = os.environ if environment is None else environment
     given = _given(environment)
     data = given.get("data")
-    local = read_hub(Path(data) if data else usual_data(environment))
+    local = read_hub(Path(data) if data else default_data_folder(environment))
     named = given.get("hub") or ()
     urls = tuple(named.replace(",", " ").split() if isinstance(named, str) else named)
     urls = urls or (DEFAULT_URL if local is None else local.url,)
@@ -78,7 +80,7 @@ def _given(environment: Mapping[str, str]) -> dict[str, Any]:
     return given
 
 
-def usual_data(environment: Mapping[str, str]) -> Path:
+def default_data_folder(environment: Mapping[str, str]) -> Path:
     home = Path(environment.get("HOME") or Path.home())
     if sys.platform == "win32":
         return Path(environment.get("LOCALAPPDATA") or home) / "comfyfleet"

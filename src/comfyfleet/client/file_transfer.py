@@ -34,11 +34,11 @@ from comfyfleet.wire.files import (
     PartsBody,
     parts_of,
     pieces_of,
-    place,
     refusal_by_link,
     resolved,
     sha256_of,
-    told,
+    transfer_error,
+    url_origin,
 )
 
 FileLike = str | Path | bytes
@@ -122,7 +122,9 @@ async def _asked(
                 raise refusal_by_link(at or "", response.status, await response.content.read(_MAX_REFUSAL))
             yield response
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
-        raise Fault(f"cannot fetch {file.filename!r} from {place(url)}: {told(error)}") from error
+        raise Fault(
+            f"cannot fetch {file.filename!r} from {url_origin(url)}: {transfer_error(error)}"
+        ) from error
 
 
 async def upload(
@@ -226,7 +228,7 @@ async def _sent(
                     return None
                 return refusal_by_link(grant.url, response.status, await response.read())
         except (TimeoutError, aiohttp.ClientError, OSError) as broken:
-            return Fault(f"{place(url)} did not accept a file: {told(broken)}")
+            return Fault(f"{url_origin(url)} did not accept a file: {transfer_error(broken)}")
 
 
 async def _read(content: BinaryIO, part: FilePart) -> AsyncIterator[bytes]:

@@ -2,189 +2,114 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import functools
 import inspect
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from comfyfleet.blocking_facade import BlockingFacade, blocking
 from comfyfleet.client.client import FleetClient
 from comfyfleet.client.options import JobUpdate
 from comfyfleet.wire import answers
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from comfyfleet.wire.files import FileView
 
 
-def _blocking(
-    method: Callable[Concatenate[FleetClient, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[SyncFleetClient, P], T]:
-    """The client's method with its signature and docstring, blocking."""
-
-    @functools.wraps(method)
-    def call(self: SyncFleetClient, /, *args: P.args, **options: P.kwargs) -> T:
-        return self._run(lambda: method(self.client, *args, **options))
-
-    return call
-
-
-class SyncFleetClient:
+class SyncFleetClient(BlockingFacade):
     """A `FleetClient` whose methods block. `close()`, or the end of a `with`, ends its thread."""
 
     __signature__ = inspect.signature(FleetClient)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.client = FleetClient(*args, **options)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-        self._life = threading.Lock()
+        super().__init__(self.client, "client")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        with self._life:
-            is_first, self._is_closed = not self._is_closed, True
-            if not is_first or self._loop is None or self._thread is None:
-                return
-            try:
-                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
-
-    async def _end(self) -> None:
-        await self.client.close()
-        # Calls of other threads must not wait for ever.
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.get_running_loop().shutdown_asyncgens()
-
-    def _started(self) -> asyncio.AbstractEventLoop:
-        with self._life:
-            if self._is_closed:
-                raise RuntimeError("the client is closed; make a new one")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="comfyfleet client", daemon=True
-                )
-                self._thread.start()
-            return self._loop
-
-    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        loop = self._started()
-        future = asyncio.run_coroutine_threadsafe(work(), loop)
-        try:
-            return future.result()
-        except (KeyboardInterrupt, concurrent.futures.CancelledError):
-            future.cancel()
-            raise
+    def on_away(self, listener: Callable[[Exception | None], object]) -> None:
+        self.client.on_away(listener)
 
     def watch(self, job_id: str, after: int | None = None) -> Iterator[JobUpdate]:
-        watched = self.client.watch(job_id, after)
-        yield from self._each(watched)
+        yield from self._each(self.client.watch(job_id, after))
 
     def every_job(self, **wanted: Any) -> Iterator[answers.JobBody]:
         yield from self._each(self.client.every_job(**wanted))
 
+    def every_file(self, **wanted: Any) -> Iterator[FileView]:
+        yield from self._each(self.client.every_file(**wanted))
+
     def export(self, tenant_id: str, **wanted: Any) -> Iterator[bytes]:
         yield from self._each(self.client.export(tenant_id, **wanted))
 
-    def _each(self, source: AsyncIterator[T]) -> Iterator[T]:
-        async def following() -> T:
-            return await anext(source)
-
-        try:
-            while True:
-                try:
-                    yield self._run(following)
-                except StopAsyncIteration:
-                    return
-        finally:
-            close = getattr(source, "aclose", None)
-            if close is not None and not self._is_closed:
-                self._run(close)
-
-    submit = _blocking(FleetClient.submit)
-    upload = _blocking(FleetClient.upload)
-    submit_many = _blocking(FleetClient.submit_many)
-    convert = _blocking(FleetClient.convert)
-    get = _blocking(FleetClient.get)
-    payload = _blocking(FleetClient.payload)
-    result = _blocking(FleetClient.result)
-    explain = _blocking(FleetClient.explain)
-    jobs = _blocking(FleetClient.jobs)
-    wait = _blocking(FleetClient.wait)
-    fetch = _blocking(FleetClient.fetch)
-    save = _blocking(FleetClient.save)
-    cancel = _blocking(FleetClient.cancel)
-    delete = _blocking(FleetClient.delete)
-    file = _blocking(FleetClient.file)
-    files = _blocking(FleetClient.files)
-    delete_file = _blocking(FleetClient.delete_file)
-    retry = _blocking(FleetClient.retry)
-    pause = _blocking(FleetClient.pause)
-    resume = _blocking(FleetClient.resume)
-    set_priority = _blocking(FleetClient.set_priority)
-    stats = _blocking(FleetClient.stats)
-    pause_queue = _blocking(FleetClient.pause_queue)
-    resume_queue = _blocking(FleetClient.resume_queue)
-    dead_letter = _blocking(FleetClient.dead_letter)
-    retry_dead = _blocking(FleetClient.retry_dead)
-    purge_dead = _blocking(FleetClient.purge_dead)
-    workers = _blocking(FleetClient.workers)
-    worker = _blocking(FleetClient.worker)
-    drain_worker = _blocking(FleetClient.drain_worker)
-    pause_worker = _blocking(FleetClient.pause_worker)
-    resume_worker = _blocking(FleetClient.resume_worker)
-    refresh_worker = _blocking(FleetClient.refresh_worker)
-    remove_worker = _blocking(FleetClient.remove_worker)
-    blocks = _blocking(FleetClient.blocks)
-    lift_block = _blocking(FleetClient.lift_block)
-    create_key = _blocking(FleetClient.create_key)
-    keys = _blocking(FleetClient.keys)
-    audit = _blocking(FleetClient.audit)
-    rotate_key = _blocking(FleetClient.rotate_key)
-    revoke_key = _blocking(FleetClient.revoke_key)
-    invite = _blocking(FleetClient.invite)
-    invites = _blocking(FleetClient.invites)
-    uninvite = _blocking(FleetClient.uninvite)
-    enrol = _blocking(FleetClient.enrol)
-    create_webhook = _blocking(FleetClient.create_webhook)
-    webhooks = _blocking(FleetClient.webhooks)
-    change_webhook = _blocking(FleetClient.change_webhook)
-    test_webhook = _blocking(FleetClient.test_webhook)
-    delete_webhook = _blocking(FleetClient.delete_webhook)
-    rotate_webhook_secret = _blocking(FleetClient.rotate_webhook_secret)
-    deliveries = _blocking(FleetClient.deliveries)
-    resend_delivery = _blocking(FleetClient.resend_delivery)
-    create_tenant = _blocking(FleetClient.create_tenant)
-    tenants = _blocking(FleetClient.tenants)
-    tenant = _blocking(FleetClient.tenant)
-    change_tenant = _blocking(FleetClient.change_tenant)
-    suspend_tenant = _blocking(FleetClient.suspend_tenant)
-    resume_tenant = _blocking(FleetClient.resume_tenant)
-    move_tenant = _blocking(FleetClient.move_tenant)
-    delete_tenant = _blocking(FleetClient.delete_tenant)
-    balance = _blocking(FleetClient.balance)
-    statement = _blocking(FleetClient.statement)
-    differences = _blocking(FleetClient.differences)
-    reconcile = _blocking(FleetClient.reconcile)
-    grants = _blocking(FleetClient.grants)
-    grant_credits = _blocking(FleetClient.grant_credits)
-    confirm_grant = _blocking(FleetClient.confirm_grant)
-    void_grant = _blocking(FleetClient.void_grant)
-    adjust_credits = _blocking(FleetClient.adjust_credits)
-    usage = _blocking(FleetClient.usage)
-    receipt = _blocking(FleetClient.receipt)
-    health = _blocking(FleetClient.health)
+    submit = blocking(FleetClient.submit)
+    upload = blocking(FleetClient.upload)
+    submit_many = blocking(FleetClient.submit_many)
+    convert = blocking(FleetClient.convert)
+    get = blocking(FleetClient.get)
+    payload = blocking(FleetClient.payload)
+    result = blocking(FleetClient.result)
+    explain = blocking(FleetClient.explain)
+    jobs = blocking(FleetClient.jobs)
+    wait = blocking(FleetClient.wait)
+    fetch = blocking(FleetClient.fetch)
+    save = blocking(FleetClient.save)
+    cancel = blocking(FleetClient.cancel)
+    delete = blocking(FleetClient.delete)
+    file = blocking(FleetClient.file)
+    files = blocking(FleetClient.files)
+    delete_file = blocking(FleetClient.delete_file)
+    retry = blocking(FleetClient.retry)
+    pause = blocking(FleetClient.pause)
+    resume = blocking(FleetClient.resume)
+    set_priority = blocking(FleetClient.set_priority)
+    stats = blocking(FleetClient.stats)
+    pause_queue = blocking(FleetClient.pause_queue)
+    resume_queue = blocking(FleetClient.resume_queue)
+    dead_letter = blocking(FleetClient.dead_letter)
+    retry_dead = blocking(FleetClient.retry_dead)
+    purge_dead = blocking(FleetClient.purge_dead)
+    workers = blocking(FleetClient.workers)
+    worker = blocking(FleetClient.worker)
+    drain_worker = blocking(FleetClient.drain_worker)
+    drain_workers = blocking(FleetClient.drain_workers)
+    pause_worker = blocking(FleetClient.pause_worker)
+    pause_workers = blocking(FleetClient.pause_workers)
+    resume_worker = blocking(FleetClient.resume_worker)
+    resume_workers = blocking(FleetClient.resume_workers)
+    refresh_worker = blocking(FleetClient.refresh_worker)
+    remove_worker = blocking(FleetClient.remove_worker)
+    blocks = blocking(FleetClient.blocks)
+    lift_block = blocking(FleetClient.lift_block)
+    create_key = blocking(FleetClient.create_key)
+    keys = blocking(FleetClient.keys)
+    audit = blocking(FleetClient.audit)
+    rotate_key = blocking(FleetClient.rotate_key)
+    revoke_key = blocking(FleetClient.revoke_key)
+    invite = blocking(FleetClient.invite)
+    invites = blocking(FleetClient.invites)
+    uninvite = blocking(FleetClient.uninvite)
+    enrol = blocking(FleetClient.enrol)
+    create_webhook = blocking(FleetClient.create_webhook)
+    webhooks = blocking(FleetClient.webhooks)
+    change_webhook = blocking(FleetClient.change_webhook)
+    test_webhook = blocking(FleetClient.test_webhook)
+    delete_webhook = blocking(FleetClient.delete_webhook)
+    rotate_webhook_secret = blocking(FleetClient.rotate_webhook_secret)
+    deliveries = blocking(FleetClient.deliveries)
+    resend_delivery = blocking(FleetClient.resend_delivery)
+    create_tenant = blocking(FleetClient.create_tenant)
+    tenants = blocking(FleetClient.tenants)
+    tenant = blocking(FleetClient.tenant)
+    change_tenant = blocking(FleetClient.change_tenant)
+    suspend_tenant = blocking(FleetClient.suspend_tenant)
+    resume_tenant = blocking(FleetClient.resume_tenant)
+    move_tenant = blocking(FleetClient.move_tenant)
+    delete_tenant = blocking(FleetClient.delete_tenant)
+    balance = blocking(FleetClient.balance)
+    statement = blocking(FleetClient.statement)
+    differences = blocking(FleetClient.differences)
+    reconcile = blocking(FleetClient.reconcile)
+    grants = blocking(FleetClient.grants)
+    grant_credits = blocking(FleetClient.grant_credits)
+    confirm_grant = blocking(FleetClient.confirm_grant)
+    void_grant = blocking(FleetClient.void_grant)
+    adjust_credits = blocking(FleetClient.adjust_credits)
+    usage = blocking(FleetClient.usage)
+    receipt = blocking(FleetClient.receipt)
+    health = blocking(FleetClient.health)

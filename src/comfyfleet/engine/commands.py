@@ -44,10 +44,10 @@ class CommandQueue:
         if (listening := self._listening.pop(worker_id, None)) is not None:
             listening.set()
 
-    async def tell(self, command: Command, worker_id: WorkerId) -> None:
-        self.hear(worker_id, command)
+    async def send(self, command: Command, worker_id: WorkerId) -> None:
+        self.on_command(worker_id, command)
         try:
-            await self._context.store.tell(worker_id, command)
+            await self._context.store.send_command(worker_id, command)
         except Fault as fault:
             _LOG.info(
                 "worker %s gets the command %s only with its next heartbeat: %s",
@@ -56,13 +56,13 @@ class CommandQueue:
                 fault,
             )
 
-    async def tell_to_stop(self, dispatch: Dispatch, stop: Stop) -> None:
+    async def send_stop(self, dispatch: Dispatch, stop: Stop) -> None:
         assert dispatch.lease is not None
         reason = dispatch.cancel_reason if stop is Stop.CANCEL else ""
         command = Command(stop.value, dispatch.job_id, dispatch.lease.number, reason)
-        await self.tell(command, dispatch.lease.worker_id)
+        await self.send(command, dispatch.lease.worker_id)
 
-    def hear(self, worker_id: WorkerId, command: Command) -> None:
+    def on_command(self, worker_id: WorkerId, command: Command) -> None:
         """Handles a command of any engine. Agents never see a pause: they just get no jobs."""
         if command.action == "pause" and command.job_id is not None:
             # Agents know only one way to stop a run, and old versions would pause the whole worker.
@@ -70,10 +70,10 @@ class CommandQueue:
         if command.action in ("pause", "resume"):
             if command.action == "resume":
                 self._take_back_drain(worker_id)
-            self._matcher.look_again()
+            self._matcher.reload_workers()
         elif worker_id == EVERY_WORKER:
             for each in tuple(self._served):
-                self.hear(each, command)
+                self.on_command(each, command)
         elif worker_id in self._served:
             pending = self._pending[worker_id]
             if command not in pending:
@@ -120,12 +120,12 @@ async def check(documents: DocumentStore, worker_id: WorkerId) -> None:
         )
 
 
-async def keep_out(documents: DocumentStore, worker_id: WorkerId, worker: WorkerRecord | None) -> None:
+async def ban_worker(documents: DocumentStore, worker_id: WorkerId, worker: WorkerRecord | None) -> None:
     body = msgspec.json.encode(_removed(worker_id, worker))
     await documents.put(COLLECTION, worker_id, body, version=None)
 
 
-async def let_back(documents: DocumentStore, worker_id: WorkerId) -> WorkerRecord | None:
+async def readmit_worker(documents: DocumentStore, worker_id: WorkerId) -> WorkerRecord | None:
     """Readmits a removed worker, which then registers by itself. Returns its old record, if any."""
     document = await documents.get(COLLECTION, worker_id)
     if document is None or not await documents.remove(COLLECTION, worker_id):

@@ -1,14 +1,13 @@
-"""What the parts of one engine share: ports, rules, workflow statistics, and publication of facts."""
+"""What the parts of one engine share: ports, rules, admission control, workflow statistics, publication of facts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
-from comfyfleet.engine.admission import AdmissionControl, OpenAdmission
 from comfyfleet.engine.fleet import Fleet
 from comfyfleet.engine.system import StoreClock
 from comfyfleet.model.block import Block
@@ -17,6 +16,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Submission
+from comfyfleet.model.tenant import Tenant
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 from comfyfleet.policy.failover import FailoverStrategy
@@ -65,13 +65,34 @@ async def _suspend_nobody(_: TenantId) -> bool:
     return False
 
 
+class AdmissionControl(Protocol):
+    """Stores the terms of tenants and counts their jobs. Each new or manually retried job passes it; the engine applies
+    the terms (`policy/terms.py`)."""
+
+    async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
+        """None: the tenant has no terms."""
+
+    def admit(self, tenant: Tenant, /) -> AbstractAsyncContextManager[None]:
+        """Wraps the write of a job. Refuses when the tenant has too many open jobs or submits too fast."""
+
+
+class OpenAdmission:
+    """The default: no tenant has terms."""
+
+    async def terms(self, _: TenantId, /) -> Tenant | None:
+        return None
+
+    def admit(self, _: Tenant, /) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+
 class EngineContext:
     def __init__(
         self,
         store: Store,
         bus: Bus,
         clock: Clock,
-        chance: RandomSource,
+        rng: RandomSource,
         rules: Rules,
         strategy: FailoverStrategy,
     ) -> None:
@@ -79,7 +100,7 @@ class EngineContext:
         self.bus = bus
         self.clock = StoreClock(clock, is_shared=store.is_shared)
         """The store's time. All written, published and compared times use it."""
-        self.chance = chance
+        self.rng = rng
         self.rules = rules
         self.strategy = strategy
         self.fleet = Fleet(store, self.clock)
@@ -87,7 +108,7 @@ class EngineContext:
         """Whether the store forwards writes to tenant databases (`tenancy/ledger_store.py`)."""
         self.wake_by: Callable[[float | None], None] = lambda _: None
         """Set by the sweeper: it wakes at this time."""
-        self.give_back: Callable[[Dispatch], Awaitable[None]] = _not_wired
+        self.requeue_undelivered: Callable[[Dispatch], Awaitable[None]] = _not_wired
         """Set by the failure handler: requeues a job whose lease nobody took."""
         self.awaited_ended: Callable[[Dispatch], None] = lambda _: None
         """Set by the dependencies: a job that others await, or that waited itself, has ended."""
@@ -95,7 +116,7 @@ class EngineContext:
         """Set by the poison workflows: a job of a refused workflow waits."""
         self.ended_after_death: Callable[[Dispatch], None] = lambda _: None
         """Set by the poison workflows: a job has ended after a server died of it."""
-        self.wrote: Callable[[WriteResult], None] = lambda _: None
+        self.on_write: Callable[[WriteResult], None] = lambda _: None
         """Set by the metrics: this engine has written."""
         self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = ignore
         """Set by the webhook outbox: runs before a round of a job is written, and may refuse it."""
@@ -108,7 +129,7 @@ class EngineContext:
         self._learned_at = self.clock.monotonic()
 
     async def compare_clocks(self) -> None:
-        self.clock.heard(await self.store.now())
+        self.clock.set_store_time(await self.store.now())
 
     async def write(self, write: Write) -> WriteResult | None:
         """Writes and publishes. None: the guard did not hold."""
@@ -124,7 +145,7 @@ class EngineContext:
             self.bus.publish(fact)
         dispatch = written.dispatch
         self.wake_by(dispatch.due_at)
-        if (dispatch.is_awaited or dispatch.is_held) and dispatch.phase.is_final:
+        if (dispatch.is_awaited or dispatch.awaits_jobs) and dispatch.phase.is_final:
             self.awaited_ended(dispatch)
         refused = self.fleet.refused
         if refused and dispatch.phase is Phase.QUEUED and dispatch.block_targets[1] in refused:
@@ -132,17 +153,17 @@ class EngineContext:
         if dispatch.server_deaths and dispatch.phase in (Phase.CANCELLED, Phase.FAILED):
             self.ended_after_death(dispatch)
         with best_effort(f"measure a write of job {dispatch.job_id}"):
-            self.wrote(written)
+            self.on_write(written)
 
-    def tell(self, kind: str, worker_id: WorkerId, **data: object) -> None:
+    def publish_fleet_event(self, kind: str, worker_id: WorkerId, **data: object) -> None:
         self.bus.publish(FleetEvent(kind, self.clock.now(), worker_id, data))
 
     def blocked(self, block: Block, message: str = "") -> None:
         now = self.clock.now()
         if block.is_in_force(now):
-            self.fleet.note_block(block)
+            self.fleet.cache_block(block)
             self.wake_by(block.blocked_until)
-            self.tell(
+            self.publish_fleet_event(
                 "blocked",
                 block.worker_id,
                 target=block.target,
@@ -159,9 +180,9 @@ class EngineContext:
             self.fleet.with_blocks.discard(block.worker_id)
         if is_refusing(block):
             self.fleet.refused -= {block.target}
-            self.tell("workflow_allowed", block.worker_id, **_whose(block), why=why)
+            self.publish_fleet_event("workflow_allowed", block.worker_id, **_whose(block), why=why)
         elif block.blocked_until is not None:
-            self.tell(
+            self.publish_fleet_event(
                 "unblocked",
                 block.worker_id,
                 target=block.target,
@@ -177,7 +198,7 @@ class EngineContext:
             worker.worker_id,
             worker.profile,
             poll_id,
-            LeaseToken(self.chance.token()),
+            LeaseToken(self.rng.token()),
             rules.lease_ttl_s,
             rules.acknowledge_s,
             charge_s(expected, rules),
@@ -201,9 +222,9 @@ class EngineContext:
         """From this engine's memory; good enough for ranking."""
         return self._workflow_stats.get(workflow_hash)
 
-    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
+    async def add_workflow_stats(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         """Adds the delta in the store and returns the totals of all engines."""
-        stats = await self.store.learn(delta)
+        stats = await self.store.add_workflow_stats(delta)
         self._remember(stats)
         return stats
 

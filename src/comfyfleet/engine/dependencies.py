@@ -1,5 +1,5 @@
-"""Holds jobs that wait for other jobs, releases them when all of those complete, fails them when one does
-not.
+"""Holds jobs that wait for other jobs: they go into the queue when all of those complete, and fail when one
+does not.
 
 A note in the document store comes before the mark on the awaited job, and that before the waiting job. So any
 engine that ends an awaited job finds its dependents. The sweeper looks at each held job again, in case an
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -23,8 +23,8 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.payload_digest import job_sha256
-from comfyfleet.policy.timers import released
-from comfyfleet.ports import Document
+from comfyfleet.paginator import documents_in
+from comfyfleet.policy.timers import dependencies_met
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ COLLECTION = "dependents"
 _COMPLETED = b"completed"
 """Prefix of a note; the files that the awaited job supplies follow it."""
 _FOUND = msgspec.json.Decoder(dict[int, str])
-_PAGE = 100
 
 
 class Dependencies:
@@ -85,10 +84,10 @@ class Dependencies:
                 awaited, dispatch = next(iter(self._ended.items()))
                 del self._ended[awaited]
                 try:
-                    if dispatch.is_held:
+                    if dispatch.awaits_jobs:
                         await self._give_up(awaited)
                     if dispatch.is_awaited:
-                        await self.tell_dependents(awaited)
+                        await self.notify_dependents(awaited)
                 except Exception:
                     log_failure(
                         _LOG, "could not notify the jobs that wait for job %s; the next sweep does", awaited
@@ -96,10 +95,11 @@ class Dependencies:
         finally:
             self._running = None
 
-    async def tell_dependents(self, awaited: JobId) -> None:
-        async for document in self._dependents(awaited):
+    async def notify_dependents(self, awaited: JobId) -> None:
+        documents = self._context.store.documents
+        async for document in documents_in(documents, COLLECTION, f"{awaited}/"):
             job_id = JobId(document.name.partition("/")[2])
-            if await self.look(job_id):
+            if await self.recheck(job_id):
                 await self._forget((awaited,), job_id)
 
     async def _give_up(self, job_id: JobId) -> None:
@@ -108,24 +108,12 @@ class Dependencies:
         if job is not None and job.phase.is_final:
             await self._forget(job.payload.after, job_id)
 
-    async def _dependents(self, awaited: JobId) -> AsyncIterator[Document]:
-        after, beginning = f"{awaited}/", f"{awaited}/"
-        while True:
-            page = await self._context.store.documents.listing(COLLECTION, after, _PAGE)
-            for document in page:
-                if not document.name.startswith(beginning):
-                    return
-                yield document
-            if len(page) < _PAGE:
-                return
-            after = page[-1].name
-
-    async def look(self, job_id: JobId) -> bool:
+    async def recheck(self, job_id: JobId) -> bool:
         """Releases or fails the job if it can. True: the job no longer waits."""
         context = self._context
         while True:
             dispatch = await context.store.load(job_id)
-            if dispatch is None or dispatch.phase is not Phase.QUEUED or not dispatch.is_held:
+            if dispatch is None or dispatch.phase is not Phase.QUEUED or not dispatch.awaits_jobs:
                 return True
             job = await context.store.records.get(job_id)
             if job is None:
@@ -144,13 +132,13 @@ class Dependencies:
                 else:
                     files |= found
             if problem is not None:
-                if await self._failures.ended(dispatch, problem) is not None:
+                if await self._failures.end_job(dispatch, problem) is not None:
                     return True
                 continue
             if not is_ready:
                 return False
             now = await context.store.now()
-            change = released(dispatch, now, context.rules)
+            change = dependencies_met(dispatch, now, context.rules)
             kept = None
             if files:
                 payload = with_files(job.payload, files)
@@ -196,8 +184,8 @@ class Dependencies:
 
 
 def held(dispatch: Dispatch) -> Dispatch:
-    """The dispatch of a job that waits for others: its preferences count from its release."""
-    return msgspec.structs.replace(dispatch, is_held=True, relax_at=None)
+    """The dispatch of a job that waits for others: its preferences count from the end of that wait."""
+    return msgspec.structs.replace(dispatch, awaits_jobs=True, relax_at=None)
 
 
 def _name(awaited: JobId, job_id: JobId) -> str:

@@ -45,7 +45,7 @@ class DirectWorkers:
         if self._inbox is None:
             return
         # Before the sweeper looks for lost workers: the workers' records do not hold these times.
-        self._hear_of((await self._inbox.look(1)).seen)
+        self._hear_of((await self._inbox.backlog(1)).seen)
         self._inbox.listen(self.wake)
         self.wake()
 
@@ -69,7 +69,7 @@ class DirectWorkers:
         try:
             while True:
                 self._is_called_again = False
-                await self.attend()
+                await self.process_inbox()
                 if not self._is_called_again:
                     break
         except Exception:
@@ -78,19 +78,19 @@ class DirectWorkers:
             self._running = None
             self._arm()
 
-    async def attend(self) -> None:
+    async def process_inbox(self) -> None:
         """Processes every waiting registration, failure report and completion."""
         inbox, context = self._inbox, self._context
         if inbox is None:
             return
         while True:
-            left = await inbox.look(_BATCH)
-            if left.applicants or left.reports or left.finished:
+            left = await inbox.backlog(_BATCH)
+            if left.registrations or left.reports or left.finished:
                 # This engine may have been idle for hours; decide with the fleet as it is now.
                 await context.fleet.sync()
             self._hear_of(left.seen)
             done = 0
-            for applicant in left.applicants:
+            for applicant in left.registrations:
                 done += await self._admit(inbox, applicant)
             for report in left.reports:
                 done += await self._judge(inbox, report)
@@ -101,13 +101,13 @@ class DirectWorkers:
 
     def _hear_of(self, seen: Mapping[WorkerId, float]) -> None:
         for worker_id, at in seen.items():
-            self._context.fleet.heard_of(worker_id, at)
+            self._context.fleet.set_last_seen(worker_id, at)
 
-    async def _admit(self, inbox: DirectWorkerInbox, applicant: PendingRegistration) -> bool:
-        worker_id, problem = applicant.worker_id, applicant.problem
+    async def _admit(self, inbox: DirectWorkerInbox, registration: PendingRegistration) -> bool:
+        worker_id, problem = registration.worker_id, registration.problem
         try:
-            if applicant.call is not None:
-                await self._workers.register(_without_hub(applicant.call))
+            if registration.call is not None:
+                await self._workers.register(_without_hub(registration.call))
             elif not problem:
                 await self._workers.unregister(worker_id, "it left")
         except Refusal as refusal:
@@ -118,9 +118,9 @@ class DirectWorkers:
             return False
         if problem:
             _LOG.warning("worker %s was not admitted: %s", worker_id, problem)
-            await inbox.refuse(applicant, problem)
+            await inbox.refuse(registration, problem)
         else:
-            await inbox.admitted(applicant)
+            await inbox.admitted(registration)
         return True
 
     async def _judge(self, inbox: DirectWorkerInbox, report: DirectWorkerFailure) -> bool:

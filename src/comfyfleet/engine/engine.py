@@ -3,16 +3,14 @@ and owns their tasks."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
-from typing import Any
 
 import msgspec
 
-from comfyfleet.engine.admission import AdmissionControl
 from comfyfleet.engine.commands import CommandQueue
-from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.context import AdmissionControl, EngineContext
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.direct_workers import DirectWorkers
 from comfyfleet.engine.explanation import explain
@@ -24,7 +22,7 @@ from comfyfleet.engine.job_operations import JobOperations, ended_job, forget, n
 from comfyfleet.engine.local_bus import LocalBus
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import EditorConverter, NodeCatalogs
-from comfyfleet.engine.operator_commands import Action, OperatorCommands
+from comfyfleet.engine.operator_commands import OperatorCommands
 from comfyfleet.engine.peers import LatestProgress, PeerBus, RemoteFactPoller
 from comfyfleet.engine.placement import RefusalHandler
 from comfyfleet.engine.poison_workflows import PoisonWorkflows
@@ -35,34 +33,24 @@ from comfyfleet.engine.waiting_jobs import MissingRequirements, NeedReview, Unru
 from comfyfleet.engine.worker_operations import WorkerOperations
 from comfyfleet.model.block import Block
 from comfyfleet.model.calls import (
-    CancelReply,
     Command,
-    Completion,
     Explanation,
-    FailureReport,
     HeartbeatReply,
     JobFilter,
     JobPage,
-    JobView,
-    LeasedJob,
-    Poll,
-    ProgressReport,
     QueueStats,
     RegisterWorker,
-    Release,
-    ReportReply,
-    Submitted,
 )
 from comfyfleet.model.dispatch import AtRevision, Dispatch, LeaseRef, Phase, WriteResult
 from comfyfleet.model.fact import Event, Fact, ProgressEvent
-from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.workflow_stats import expected_s
-from comfyfleet.ports import Bus, Clock, RandomSource, Store
+from comfyfleet.ports import Bus, Clock, QueueReader, RandomSource, Store
 
 _BATCH_SIZE = 500
 
@@ -77,17 +65,22 @@ class Engine:
         rules: Rules | None = None,
         bus: Bus | None = None,
         clock: Clock | None = None,
-        chance: RandomSource | None = None,
+        rng: RandomSource | None = None,
         strategy: FailoverStrategy | None = None,
+        workers_may_outlive_it: bool = False,
     ) -> None:
+        """`workers_may_outlive_it`: workers run in other processes. If nobody else uses the store, their leases
+        last one lease time from each start, because no heartbeat could arrive before."""
         self.rules = rules or Rules()
+        self._workers_may_outlive_it = workers_may_outlive_it
         self.bus: Bus = bus or LocalBus()
         self.store = store
+        self.reader: QueueReader = store
         self._context = EngineContext(
             store,
             self.bus,
             clock or SystemClock(),
-            chance or SystemRandom(),
+            rng or SystemRandom(),
             self.rules,
             strategy or SmartFailover(self.rules),
         )
@@ -117,12 +110,12 @@ class Engine:
         self._jobs = JobOperations(
             self._context,
             self._matcher,
-            self._commands.tell_to_stop,
+            self._commands.send_stop,
             self._dependencies,
             self._inputs,
             self._catalogs,
         )
-        self.judge = WaitingJobReview(self._context, self._matcher, self._failures)
+        self.waiting_job_review = WaitingJobReview(self._context, self._matcher, self._failures)
         self._fact_poller = RemoteFactPoller(self._context)
         self._unrunnable = UnrunnableJobs(self._context)
         self._need_review = NeedReview(self._context, self._matcher, self._catalogs, self._unrunnable)
@@ -138,6 +131,40 @@ class Engine:
             PoisonWorkflows(self._context, self._failures),
             self._catalogs,
         )
+        # job API: the calls that one part answers alone
+        self.submit = self._submitter.submit
+        self.repeat_of = self._submitter.repeat_of
+        self.holder_of = self._submitter.holder_of
+        self.convert = self._nodes.convert
+        self.get = self._jobs.get
+        self.by_reference = self._jobs.by_reference
+        self.cancel = self._jobs.cancel
+        self.retry = self._jobs.retry
+        self.pause = self._jobs.pause
+        self.resume = self._jobs.resume
+        self.set_priority = self._jobs.set_priority
+        self.following = self._fact_poller.follow
+        self.latest_progress = self._peer_bus.latest_progress
+        self.listen_remote = self._peer_bus.listen_remote
+        self.unrunnable = self._unrunnable.count
+        self.uses_file = self._inputs.is_used
+        # worker API
+        self.poll = self._workers.poll
+        self.progress = self._workers.progress
+        self.complete = self._workers.complete
+        self.fail = self._workers.fail
+        self.release = self._workers.release
+        self.unregister = self._workers.unregister
+        self.commands = self._commands.wait
+        self.knows_nodes = self._catalogs.knows
+        # operators
+        self.remove_worker = self._workers.remove
+        self.resume_worker = self._operators.resume
+        self.pause_worker = self._operators.pause
+        self.command_workers = self._operators.command_all
+        self.pause_queue = self._operators.pause_queue
+        self.unblock = self._operators.unblock
+        self.sweep = self._sweeper.sweep
 
     async def __aenter__(self) -> Engine:
         try:
@@ -145,9 +172,11 @@ class Engine:
             if self.store.is_shared:
                 await self._context.compare_clocks()
             await self._context.fleet.load()
+            if self._workers_may_outlive_it and not self.store.is_shared:
+                await self._workers.extend_leases()
             self._peer_bus.start()
             matcher = self._matcher
-            self.store.listen(matcher.everything_changed, self._commands.hear, matcher.relearn)
+            self.store.listen(matcher.everything_changed, self._commands.on_command, matcher.reload_classes)
             await self._direct_workers.start()
         except BaseException:
             # Otherwise the store's file stays locked. A part that never opened may fail to close.
@@ -180,41 +209,13 @@ class Engine:
 
     # job API
 
-    async def submit(
-        self, submission: Submission, *, is_own: bool = False, is_large: bool = False
-    ) -> Submitted:
-        """`is_own`: the graph comes from decoded JSON and has no other owner, so it is not copied; its nodes
-        may still be `msgspec.Raw`. `is_large`: threads read it, so that the event loop goes on."""
-        return await self._submitter.submit(submission, is_own=is_own, is_large=is_large)
-
     async def admit(
         self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[WriteResult | None]]
     ) -> None:
         """Queues a round that this or another engine accepted earlier."""
         tenant = await self._submitter.admit(job, dispatch, write)
         if tenant is not None:
-            await self.judge.judge_again(job.job_id, tenant)
-
-    async def repeat_of(self, submission: Submission) -> Submitted | None:
-        """The job that an identical submission created, if any."""
-        return await self._submitter.repeat_of(submission)
-
-    async def holder_of(self, submission: Submission) -> Submitted | None:
-        """The job with the same reference, or None. Refuses if that job's submission differs."""
-        return await self._submitter.holder_of(submission)
-
-    async def convert(
-        self, workflow: Mapping[str, Any], tenant: TenantId = DEFAULT_TENANT
-    ) -> dict[str, dict[str, Any]]:
-        """Converts a ComfyUI editor workflow to an API graph. Needs a live worker that has its nodes."""
-        return await self._nodes.convert(workflow, tenant)
-
-    async def get(self, job_id: JobId, tenant: TenantId | None = None) -> JobView:
-        """`tenant`: hides the jobs of other tenants."""
-        return await self._jobs.get(job_id, tenant)
-
-    async def by_reference(self, reference: str, tenant: TenantId = DEFAULT_TENANT) -> JobId | None:
-        return await self._jobs.by_reference(reference, tenant)
+            await self.waiting_job_review.reapply_terms(job.job_id, tenant)
 
     async def listing(
         self,
@@ -232,10 +233,6 @@ class Engine:
         return await list_jobs(
             self.store.records, filter_, limit, after, newest_first=newest_first, among=among
         )
-
-    async def unrunnable(self) -> int:
-        """How many of the oldest waiting jobs no present worker can run, up to a bound."""
-        return await self._unrunnable.count()
 
     async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | ProgressEvent, None]:
         """Yields the facts after number `after`, then each new event until the job ends: no gap, no repeat.
@@ -270,28 +267,9 @@ class Engine:
         finally:
             subscription.close()
 
-    async def uses_file(self, file_id: str) -> bool:
-        """Whether an open job uses the file."""
-        return await self._inputs.is_used(file_id)
-
-    def following(
-        self, job_id: JobId, after: int = 0, look: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[None]:
-        """Inside this context the bus also publishes what other engines do to the job. `look` runs every few
-        seconds, because bus events may be lost."""
-        return self._fact_poller.follow(job_id, after, look)
-
-    async def newest(self, dispatch: Dispatch) -> ProgressEvent | None:
-        """The last progress of the job's current lease."""
-        return await self._peer_bus.newest(dispatch)
-
-    def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Listens, best effort, to events of other engines. Returns the function that ends it."""
-        return self._peer_bus.elsewhere(listener)
-
-    def measured_by(self, wrote: Callable[[WriteResult], None]) -> None:
-        """Calls `wrote` after each write of this engine."""
-        self._context.wrote = wrote
+    def on_write(self, callback: Callable[[WriteResult], None]) -> None:
+        """Calls `callback` after each write of this engine."""
+        self._context.on_write = callback
 
     @property
     def idle_slots(self) -> int:
@@ -304,16 +282,16 @@ class Engine:
         stats = await self._context.stats(workflow_hash)
         return expected_s(stats, "" if worker is None else worker.capabilities.worker_class)
 
-    def announce_to(self, hear: Callable[[Submission, JobId, int], Awaitable[None]]) -> None:
-        """Calls `hear` before each round of a job is written, so that its outbox entries precede the first
-        fact. `hear` may refuse the round; an announced round may still not be written."""
-        self._context.announce = hear
+    def announce_to(self, callback: Callable[[Submission, JobId, int], Awaitable[None]]) -> None:
+        """Calls `callback` before each round of a job is written, so that its outbox entries precede the first
+        fact. `callback` may refuse the round; an announced round may still not be written."""
+        self._context.announce = callback
 
-    def suspends_by(self, suspend: Callable[[TenantId], Awaitable[bool]]) -> None:
+    def set_tenant_suspension(self, suspend: Callable[[TenantId], Awaitable[bool]]) -> None:
         """Sets how the engine suspends a tenant whose workflows kill servers."""
         self._context.suspend = suspend
 
-    def judged_by(self, admission_control: AdmissionControl) -> None:
+    def set_admission_control(self, admission_control: AdmissionControl) -> None:
         """Sets the admission control for new and manually retried jobs."""
         self._context.admission_control = admission_control
 
@@ -326,31 +304,16 @@ class Engine:
         """The store's time. Hubs on several machines compare times from it."""
         return self._context.clock
 
-    async def cancel(self, job_id: JobId, reason: str = "") -> CancelReply:
-        return await self._jobs.cancel(job_id, reason)
-
-    async def retry(self, job_id: JobId) -> Submitted:
-        return await self._jobs.retry(job_id)
-
-    async def forget(self, job_id: JobId, elsewhere: Callable[[Dispatch], Awaitable[None]]) -> None:
-        """Deletes a job that has ended. `elsewhere` deletes its data outside the queue."""
+    async def forget(self, job_id: JobId, delete_external: Callable[[Dispatch], Awaitable[None]]) -> None:
+        """Deletes a job that has ended. `delete_external` deletes its data outside the queue."""
         dispatch = await ended_job(self.store, job_id)
         job = await self.store.records.get(job_id)
         if dispatch.is_awaited:
-            await self._dependencies.tell_dependents(job_id)
-        await elsewhere(dispatch)
+            await self._dependencies.notify_dependents(job_id)
+        await delete_external(dispatch)
         await forget(self.store, job_id)
         if job is not None:
             await forget_uses(self.store.documents, job)
-
-    async def pause(self, job_id: JobId) -> None:
-        await self._jobs.pause(job_id)
-
-    async def resume(self, job_id: JobId) -> None:
-        await self._jobs.resume(job_id)
-
-    async def set_priority(self, job_id: JobId, priority: int) -> None:
-        await self._jobs.set_priority(job_id, priority)
 
     async def explain(self, job_id: JobId, tenant: TenantId | None = None) -> Explanation:
         """`tenant`: explains to that tenant, and names only the workers that it may know."""
@@ -387,49 +350,24 @@ class Engine:
         await self._catalogs.describe(worker_id, nodes)
         self._need_review.wake()
 
-    async def knows_nodes(self, worker: WorkerRecord) -> bool | None:
-        """Whether the catalog of this worker's signature is stored. None: it has no signature."""
-        return await self._catalogs.knows(worker)
-
-    async def poll(self, call: Poll) -> LeasedJob | None:
-        return await self._workers.poll(call)
-
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         beat = await self._workers.heartbeat(worker_id, refs)
         missing = await self._missing.of(worker_id)
         return msgspec.structs.replace(beat, missing=missing) if missing else beat
 
-    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
-        return await self._workers.progress(reports)
-
-    async def complete(self, call: Completion) -> ReportReply:
-        return await self._workers.complete(call)
-
-    async def fail(self, call: FailureReport) -> ReportReply:
-        return await self._workers.fail(call)
-
-    async def release(self, call: Release) -> ReportReply:
-        return await self._workers.release(call)
-
-    async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
-        return await self._commands.wait(worker_id, wait_s)
-
-    async def unregister(self, worker_id: WorkerId, reason: str) -> None:
-        await self._workers.unregister(worker_id, reason)
-
     # operators
 
-    async def expel_worker(self, worker_id: WorkerId, reason: str) -> None:
-        """Takes the worker offline and requeues its jobs without a charge. The worker may register again."""
+    async def evict_worker(self, worker_id: WorkerId, reason: str) -> None:
+        """Takes the worker offline and requeues its jobs; this costs no attempt. The worker may register again."""
         await self._workers.unregister(worker_id, reason)
         for dispatch in await self.store.leases_of(worker_id):
-            await self._failures.released(dispatch, AtRevision(dispatch.revision), reason)
+            await self._failures.release(dispatch, AtRevision(dispatch.revision), reason)
 
     async def workers(self, *, max_age_s: float = 0.0) -> list[WorkerRecord]:
         """`max_age_s`: how old the engine's copy may be."""
         if self.store.is_shared:
             # Without parked polls here, nothing else reads the workers of other engines.
-            await self._context.fleet.freshen(max_age_s)
+            await self._context.fleet.refresh(max_age_s)
         return list(self._context.fleet.workers.values())
 
     async def leases(self, workers: Iterable[WorkerRecord]) -> dict[WorkerId, list[Dispatch]]:
@@ -446,36 +384,15 @@ class Engine:
         """From this engine's memory, without a call to the store."""
         return self._context.fleet.workers.get(worker_id)
 
-    async def remove_worker(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
-        """`is_kept_out`: an operator must resume the worker before it can register again."""
-        await self._workers.remove(worker_id, is_kept_out=is_kept_out)
-
-    async def resume_worker(self, worker_id: WorkerId) -> WorkerRecord:
-        """Gives work again to a worker that was paused, drained or removed."""
-        return await self._operators.resume(worker_id)
-
-    async def pause_worker(self, worker_id: WorkerId, is_paused: bool = True) -> None:
-        await self._operators.pause(worker_id, is_paused)
-
     async def drain_worker(self, worker_id: WorkerId) -> None:
         await self._operators.command(worker_id, "drain")
 
     async def refresh_worker(self, worker_id: WorkerId) -> None:
         """Asks the agent to read its servers' inventory and to register again."""
-        await self._commands.tell(Command("refresh"), worker_id)
-
-    async def command_workers(self, action: Action) -> list[WorkerRecord]:
-        return await self._operators.command_all(action)
-
-    async def pause_queue(self, is_paused: bool = True) -> None:
-        await self._operators.pause_queue(is_paused)
+        await self._commands.send(Command("refresh"), worker_id)
 
     async def blocks(self) -> list[Block]:
         return await self.store.blocks()
-
-    async def unblock(self, worker_id: WorkerId, target: str) -> bool:
-        """A workflow hash also lifts the blocks of that workflow for single tenants."""
-        return await self._operators.unblock(worker_id, target)
 
     async def dead_letter(self, limit: int = 100, after: JobId | None = None) -> list[Dispatch]:
         return await self.store.dead_letter(limit, after)
@@ -484,10 +401,6 @@ class Engine:
         """Deletes jobs that failed before that time, oldest first."""
         until = await self.store.now() if before is None else before
         return await purge(self.store, Phase.FAILED, until, limit)
-
-    async def sweep(self) -> None:
-        """Runs now what the timers would run."""
-        await self._sweeper.sweep()
 
 
 __all__ = ["Engine", "Event"]

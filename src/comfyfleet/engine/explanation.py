@@ -144,11 +144,11 @@ async def _summary(
         return "the queue is paused"
     if dispatch.standing is Readiness.PAUSED:
         return "the job is paused"
-    if dispatch.is_held:
+    if dispatch.awaits_jobs:
         return await _waits_for(context, dispatch)
     if dispatch.standing is Readiness.DELAYED:
         return f"the job waits another {max(0.0, (dispatch.not_before or now) - now):.1f} s before its next attempt"
-    share = await context.store.shares.of(dispatch.tenant)
+    share = await context.store.fair_share.get(dispatch.tenant)
     if share.terms is not None and share.terms.is_held(now):
         return f"the tenant {dispatch.tenant} is held{_until(share.terms, now)}: workers get none of its jobs"
     if share.is_at_cap:

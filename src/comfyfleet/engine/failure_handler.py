@@ -1,4 +1,5 @@
-"""Ends attempts that did not complete: asks policy, writes its decision, publishes blocks.
+"""Ends attempts that did not complete (failures, releases, stops): asks policy, writes its decision, publishes
+blocks.
 
 Worker reports and the sweeper's findings both come here, so a failure has the same effect whoever notices
 it."""
@@ -29,14 +30,15 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.acceptance import is_refusal
-from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two, when_alone
+from comfyfleet.policy.failover import block_for_all_tenants, blocked_target, is_quarantined, when_alone
 from comfyfleet.policy.fair_share import used_s
 from comfyfleet.policy.lifecycle import Transition, cancelled, failed, target
 from comfyfleet.policy.poison_workflows import deaths_lately, failure_of_poison, refusal_of
-from comfyfleet.policy.retry import RetryChoice, RetryDecision, after_failure
-from comfyfleet.policy.timers import returned
-from comfyfleet.policy.workflow_stats import no_workflow_stats, of_out_of_memory, with_memory
+from comfyfleet.policy.retry import RetryChoice, RetryDecision, after_failure, after_release
+from comfyfleet.policy.timers import requeued
+from comfyfleet.policy.workflow_stats import of_out_of_memory, with_memory
 
 _MAX_KEPT_OFF = 256
 """Jobs per sweep. The blocks of the others end with the cooldown at the latest."""
@@ -47,13 +49,13 @@ class FailureHandler:
         self._context = context
         self._matcher = matcher
         self._refusals = refusals
-        context.give_back = self.give_back
+        context.requeue_undelivered = self.requeue_undelivered
         self.on_late_death: Callable[[FailureReport], Awaitable[None]] = ignore
         """Set by the poison workflows: a run failed after its job was cancelled or had ended."""
         self.on_refusal: Callable[[Dispatch, Block, Failure], Awaitable[None]] = ignore
         """Set by the poison workflows: this job shows that its workflow kills servers."""
 
-    async def failed(self, dispatch: Dispatch, guard: Guard, failure: Failure) -> Dispatch | None:
+    async def fail(self, dispatch: Dispatch, guard: Guard, failure: Failure) -> Dispatch | None:
         """None: the guard did not hold, because somebody else ended this lease."""
         context = self._context
         assert dispatch.lease is not None, "an attempt holds a lease"
@@ -83,14 +85,14 @@ class FailureHandler:
             choice,
             rules=context.rules,
             now=now,
-            fraction=context.chance.fraction(),
+            fraction=context.rng.fraction(),
             retry_delay_s=None if job is None else job.payload.retry_delay_s,
         )
         blocks = await self._blocks(dispatch, worker_id, failure, decision, block, refusing, now)
         refusing_block = refusal_of(dispatch, decision.server_deaths, now) if decision.is_poison else None
         if decision.will_retry:
-            placed = await self._placed(dispatch, failure, refusing, now)
-            write = self._decided(placed, guard, failure, decision, tuple(blocks), now)
+            next_dispatch = await self._with_next_class(dispatch, failure, refusing, now)
+            write = self._decided(next_dispatch, guard, failure, decision, tuple(blocks), now)
         else:
             refusals = () if refusing_block is None else (refusing_block,)
             final = failure if refusing_block is None else failure_of_poison(failure, dispatch)
@@ -101,12 +103,12 @@ class FailureHandler:
         for each in blocks:
             context.blocked(each, failure.message)
         if refusing_block is not None:
-            context.fleet.note_block(refusing_block)
+            context.fleet.cache_block(refusing_block)
             with best_effort(f"publish the refusal of workflow {refusing_block.target}"):
                 await self.on_refusal(written.dispatch, refusing_block, failure)
         try:
             with best_effort(f"count a failure of worker {worker_id}"):
-                await context.fleet.note_failure(worker_id)
+                await context.fleet.record_failure(worker_id)
             if blocks:
                 with best_effort(f"check whether to quarantine worker {worker_id}"):
                     await self._quarantine(worker_id, now)
@@ -115,25 +117,20 @@ class FailureHandler:
             self._matcher.job_arrived(written.dispatch)
         return written.dispatch
 
-    async def released(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
-        """Requeues the job without a charge, unless a stop was requested or it was released too often."""
+    async def release(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
+        """Requeues the job; this costs no attempt. Ends it if a stop was requested, or after too many releases."""
         context = self._context
         if dispatch.stop is not None:
-            return await self.stopped(dispatch, guard)
-        if reason != "declined" and dispatch.releases + 1 > context.rules.max_releases:
-            failure = Failure(
-                FailureKind.UNKNOWN, f"given back {context.rules.max_releases} times without a result"
-            )
-            return await self.ended(dispatch, failure, guard)
+            return await self.end_stopped(dispatch, guard)
+        assert dispatch.lease is not None, "only a leased job is given back"
         now = await context.store.now()
-        placed = self._returned(dispatch, now)
-        change = msgspec.structs.replace(placed, releases=dispatch.releases + 1)
+        decision = after_release(dispatch, reason, context.rules, now)
+        if decision.failure is not None:
+            return await self.end_job(dispatch, decision.failure, guard)
+        change = msgspec.structs.replace(self._requeued(dispatch, now), releases=decision.releases)
         blocks: tuple[Block, ...] = ()
-        if reason == "declined" and dispatch.lease is not None:
-            # The same worker would decline it again at once.
-            until = now + context.rules.acknowledge_s
+        if (until := decision.keep_off_until) is not None:
             blocks = (Block(dispatch.lease.worker_id, dispatch.job_id, BlockReason.JOB, 1, until),)
-            change = placed
         written = await context.write(
             Write(
                 dispatch.job_id,
@@ -152,17 +149,17 @@ class FailureHandler:
         self._matcher.job_arrived(written.dispatch)
         return written.dispatch
 
-    async def give_back(self, dispatch: Dispatch) -> None:
+    async def requeue_undelivered(self, dispatch: Dispatch) -> None:
         """Requeues a job whose worker left before it learned of the lease."""
         store, ref = self._context.store, dispatch.lease_ref()
         # Written only over what was read, so that a stop request in between is not lost.
         while (current := await store.load(ref.job_id)) is not None and current.lease is not None:
             if current.lease_ref() != ref:
                 return
-            if await self.released(current, AtRevision(current.revision), "the worker went away") is not None:
+            if await self.release(current, AtRevision(current.revision), "the worker went away") is not None:
                 return
 
-    async def stopped(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
+    async def end_stopped(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
         """Ends a lease with a stop request: the worker confirmed it, released the job, or ran out of time."""
         context = self._context
         now = await context.store.now()
@@ -175,15 +172,16 @@ class FailureHandler:
                 change, kind = cancelled(dispatch), FactKind.CANCELLED
                 job = {"phase": Phase.CANCELLED, "completed_at": now}
             case Stop.PAUSE:
-                change, kind = self._returned(dispatch, now), FactKind.PAUSED
+                change, kind = self._requeued(dispatch, now), FactKind.PAUSED
             case _:
-                change, kind = self._returned(dispatch, now), FactKind.RELEASED
+                change, kind = self._requeued(dispatch, now), FactKind.RELEASED
                 data = {"reason": f"retry: {reason}" if reason else "retry", "attempt": dispatch.attempts}
         written = await context.write(
             Write(
                 dispatch.job_id,
                 guard,
                 change,
+                # The run was stopped, so its attempt is cancelled even if the job goes on.
                 attempt_end=AttemptEnd(AttemptOutcome.CANCELLED, used_s=used_s(dispatch.lease, now)),
                 facts=(FactDraft(kind, data or None),),
                 job=job,
@@ -194,9 +192,9 @@ class FailureHandler:
         self._matcher.job_arrived(written.dispatch)
         return written.dispatch
 
-    def _returned(self, dispatch: Dispatch, now: float) -> Change:
+    def _requeued(self, dispatch: Dispatch, now: float) -> Change:
         phase = target(dispatch.phase, Transition.RELEASE)
-        return returned(dispatch, phase, dispatch.not_before, now, self._context.rules)
+        return requeued(dispatch, phase, dispatch.not_before, now, self._context.rules)
 
     async def end_needless_blocks(self) -> None:
         """Lifts the blocks between a job and workers that failed it, when no other worker can run it."""
@@ -217,10 +215,10 @@ class FailureHandler:
                 await context.unblocked(lifted, "no other worker can run the job")
                 self._matcher.worker_freed(lifted.worker_id)
 
-    async def ended(
+    async def end_job(
         self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None
     ) -> Dispatch | None:
-        """Fails a job that has reached its own limits, with or without a lease."""
+        """Fails a job that has reached one of its limits or cannot run, with or without a lease."""
         now = await self._context.store.now()
         end = None
         if dispatch.lease is not None:
@@ -252,7 +250,7 @@ class FailureHandler:
         }
         if decision.will_retry:
             phase = target(dispatch.phase, Transition.REQUEUE)
-            change = returned(dispatch, phase, decision.not_before, now, self._context.rules)
+            change = requeued(dispatch, phase, decision.not_before, now, self._context.rules)
             data = {**_fact_data(failure, failure.message, dispatch), "not_before": decision.not_before}
             ends = [block.blocked_until for block in blocks if block.blocked_until and block.is_in_force(now)]
             if ends:
@@ -298,7 +296,7 @@ class FailureHandler:
             # No other worker could take this workflow, so the next job of it should be refused at once.
             return []
         if block is not None and block.is_in_force(now):
-            for_all = met_by_two(block, await self._context.store.blocks(worker_id), now)
+            for_all = block_for_all_tenants(block, await self._context.store.blocks(worker_id), now)
             return [block] if for_all is None else [block, for_all]
         blocks = [block] if block is not None else []
         # If the whole signature refuses the job, its next class already excludes this worker.
@@ -378,14 +376,14 @@ class FailureHandler:
             return failure
         return msgspec.structs.replace(failure, vram_gb=worker.capabilities.hardware.gpu.memory_gb)
 
-    async def _placed(
+    async def _with_next_class(
         self, dispatch: Dispatch, failure: Failure, refusing: frozenset[str], now: float
     ) -> Dispatch:
         """Chooses the class of the next attempt: with bigger cards, or without the first preference."""
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             return await self._with_more_memory(dispatch, failure, now)
         if refusing:
-            dispatch = await self._refusals.elsewhere(dispatch, refusing)
+            dispatch = await self._refusals.reroute(dispatch, refusing)
         if self._context.fleet.waits_for_memory(dispatch):
             return dispatch
         # The preferred worker had its chance; a retry goes to any worker.
@@ -395,9 +393,11 @@ class FailureHandler:
     async def _with_more_memory(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
         """Records the memory need of the workflow and asks for a bigger card if the fleet has one."""
         context, workflow_hash = self._context, dispatch.workflow_hash
-        stats = await context.stats(workflow_hash) or no_workflow_stats(workflow_hash)
+        stats = await context.stats(workflow_hash) or WorkflowStats(workflow_hash)
         if failure.vram_gb:
-            stats = await context.learn(of_out_of_memory(workflow_hash, dispatch.tenant, failure.vram_gb))
+            stats = await context.add_workflow_stats(
+                of_out_of_memory(workflow_hash, dispatch.tenant, failure.vram_gb)
+            )
         base = dispatch.relaxed_class or dispatch.class_key
         cls = context.fleet.classes[base]
         needs = with_memory(cls.requirements, stats, dispatch.tenant, context.fleet.capabilities())
@@ -420,7 +420,7 @@ class FailureHandler:
             until = now + context.rules.quarantine_s
             if await context.fleet.quarantine(worker_id, until) is None:
                 return
-            context.tell("quarantined", worker_id, until=until)
+            context.publish_fleet_event("quarantined", worker_id, until=until)
             context.wake_by(until)
 
 

@@ -61,9 +61,9 @@ class Fleet:
         async with self._changing:
             await self._catch_up()
         for block in await self._store.blocks():
-            self.note_block(block)
+            self.cache_block(block)
 
-    async def freshen(self, max_age_s: float) -> None:
+    async def refresh(self, max_age_s: float) -> None:
         if self._clock.monotonic() >= self.is_fresh_since + max_age_s:
             await self.sync()
 
@@ -117,7 +117,7 @@ class Fleet:
         workers, refused = self.with_blocks, self.refused
         self.with_blocks, self.refused = set(), frozenset()
         for block in blocks:
-            self.note_block(block)
+            self.cache_block(block)
         return bool(workers - self.with_blocks or refused - self.refused)
 
     def _representatives(self) -> dict[ProfileKey, WorkerRecord]:
@@ -148,6 +148,8 @@ class Fleet:
                 if not self._vocabulary.covers(cls):
                     await self._grow(cls)
                 table = await self._store.table()
+                if self._store.is_shared and not await self._knows_all(table.profiles):
+                    continue
                 fits = {
                     profile
                     for profile, worker in self._representatives().items()
@@ -157,9 +159,23 @@ class Fleet:
                     break
             self.classes[key] = cls
             self._fits[key] = fits
+            self._judged = self._judged & self._representatives().keys()
             self._selectivity.pop(key, None)
             self._forget_dropped(table.classes, key)
             return key
+
+    async def _knows_all(self, profiles: Set[ProfileKey]) -> bool:
+        """Whether this engine knows a worker of each profile in a table that it has just read, and so can decide for
+        each of them. Nobody decides for a profile later. One without a worker is dropped: its engine is about to
+        write the worker's record and puts the profile back, or was killed before it did."""
+        unknown = profiles - self._representatives().keys()
+        if not unknown:
+            return True
+        # Read after the table: a worker that is not there yet will find that its profile is missing.
+        if any(worker.profile in unknown for worker in await self._store.workers()):
+            return False
+        await self._drop(unknown)
+        return True
 
     async def find_class(self, key: ClassKey) -> RequirementClass | None:
         """Reads the fleet again if another engine may have added the class."""
@@ -171,7 +187,7 @@ class Fleet:
         """The live set: callers that await in between take a copy."""
         return self._fits.get(key, _NONE)
 
-    def able(self, key: ClassKey) -> list[WorkerRecord]:
+    def eligible_workers(self, key: ClassKey) -> list[WorkerRecord]:
         """Live workers that may take this class."""
         fits = self.profiles_for(key)
         return [
@@ -190,7 +206,7 @@ class Fleet:
     def selectivity(self, key: ClassKey) -> int:
         known = self._selectivity.get(key)
         if known is None:
-            known = self._selectivity[key] = len(self.able(key))
+            known = self._selectivity[key] = len(self.eligible_workers(key))
         return known
 
     def signatures(self) -> frozenset[str]:
@@ -266,7 +282,7 @@ class Fleet:
                 await self._drop_unused()
             return record, before
 
-    async def newest(self, worker_id: WorkerId) -> WorkerRecord | None:
+    async def stored_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         """The stored record, so that a change based on it keeps what other engines wrote."""
         known = self.workers.get(worker_id)
         if known is None or not self._store.is_shared:
@@ -282,7 +298,7 @@ class Fleet:
         seen_at = max(stored.last_seen_at, self.workers.get(worker_id, known).last_seen_at)
         return msgspec.structs.replace(stored, last_seen_at=seen_at)
 
-    async def look_at(self, matched: WorkerRecord) -> None:
+    async def recheck_worker(self, matched: WorkerRecord) -> None:
         """After a refused lease: reads the fleet again if the worker's profile has changed."""
         known = self.workers.get(matched.worker_id)
         # Without other engines, or after another slot's look, nothing is new.
@@ -297,7 +313,7 @@ class Fleet:
     ) -> WorkerRecord | None:
         """Applies `change` to the stored record, and repeats it if somebody else wrote in between. None: the
         worker is gone, or `change` returned None."""
-        while (newest := await self.newest(worker_id)) is not None:
+        while (newest := await self.stored_worker(worker_id)) is not None:
             changed = change(newest)
             if changed is None:
                 return None
@@ -326,7 +342,7 @@ class Fleet:
             self._changed()
         return False
 
-    async def note_seen(self, worker_id: WorkerId, now: float) -> None:
+    async def record_seen(self, worker_id: WorkerId, now: float) -> None:
         """Saves the time only often enough that other engines do not take the worker for lost."""
         worker = self.workers.get(worker_id)
         if worker is None:
@@ -336,7 +352,7 @@ class Fleet:
             self._saved_at[worker_id] = now
             await self._note(worker_id)
 
-    def follow_clock(self) -> None:
+    def adjust_last_seen(self) -> None:
         """Shifts the last-seen times after somebody set the clock, so that silences keep their length."""
         began = self._clock.now() - self._clock.monotonic()
         by, self._began = began - self._began, began
@@ -346,16 +362,16 @@ class Fleet:
                     worker, last_seen_at=worker.last_seen_at + by
                 )
 
-    def heard_of(self, worker_id: WorkerId, at: float) -> None:
+    def set_last_seen(self, worker_id: WorkerId, at: float) -> None:
         """For a time that the store already has."""
         worker = self.workers.get(worker_id)
         if worker is not None and worker.last_seen_at < at:
             self.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=at)
 
-    async def note_run(self, worker_id: WorkerId, seconds: float, live: LiveState) -> None:
+    async def record_run(self, worker_id: WorkerId, seconds: float, live: LiveState) -> None:
         await self._note(worker_id, completed=1, busy_s=seconds, live=live)
 
-    async def note_failure(self, worker_id: WorkerId) -> None:
+    async def record_failure(self, worker_id: WorkerId) -> None:
         await self._note(worker_id, failed=1)
 
     async def _note(
@@ -370,7 +386,7 @@ class Fleet:
         known = self.workers.get(worker_id)
         if known is None:
             return
-        noted = await self._store.note_worker(
+        noted = await self._store.apply_worker_delta(
             worker_id, WorkerDelta(completed, failed, busy_s, known.last_seen_at, live)
         )
         if noted is None:
@@ -395,7 +411,7 @@ class Fleet:
         self._saved_at.pop(worker_id, None)
         self._changed()
 
-    def note_block(self, block: Block) -> None:
+    def cache_block(self, block: Block) -> None:
         if block.blocked_until is not None:
             self.with_blocks.add(block.worker_id)
             if is_refusing(block):
@@ -423,7 +439,9 @@ class Fleet:
                     fits.append(key)
             if await self._store.put_profile(profile, fits, version=table.version):
                 for key in fits:
-                    self._fits.setdefault(key, set()).add(profile)
+                    # A class that this engine has not read yet stays unknown: other profiles are not judged for it.
+                    if key in self._fits:
+                        self._fits[key].add(profile)
                 self._judged = self._judged | {profile}
                 return profile
 
@@ -455,9 +473,13 @@ class Fleet:
         used = {worker.profile for worker in self.workers.values()}
         unused = (await self._store.table()).profiles - used
         if unused:
-            await self._store.drop_profiles(unused)
-            for fits in self._fits.values():
-                fits -= unused
+            await self._drop(unused)
+
+    async def _drop(self, unused: Set[ProfileKey]) -> None:
+        await self._store.drop_profiles(unused)
+        self._judged = self._judged - unused
+        for fits in self._fits.values():
+            fits -= unused
 
     def _forget_dropped(self, live: Mapping[ClassKey, RequirementClass], added: ClassKey) -> None:
         if len(self.classes) <= 2 * len(live) + 1024:

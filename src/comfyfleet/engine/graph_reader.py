@@ -15,21 +15,17 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from comfyfleet.model.ids import WorkflowHash
-from comfyfleet.model.workflow import (
-    GraphNeeds,
+from comfyfleet.model.workflow import GraphNeeds, asks_for_seed, files_of, read_needs
+from comfyfleet.model.workflow_graph import (
     Node,
     Workflow,
-    asks_for_seed,
     check_workflow,
     decoded_graph,
     decoded_node,
-    files_of,
-    hash_workflow,
-    label,
     parse_workflow,
-    read_needs,
     read_node,
 )
+from comfyfleet.model.workflow_hash import hash_workflow, label
 
 _MAX_NODES = 4_096
 _MAX_NODE_BYTES = 2_048

@@ -14,7 +14,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.policy.input_files import output_of
+from comfyfleet.policy.admission import output_of
 from comfyfleet.ports import DocumentStore
 
 COLLECTION = "file_uses"
@@ -106,7 +106,7 @@ class InputFiles:
 
 
 async def forget(documents: DocumentStore, job: Job) -> None:
-    """Removes the notes of a completed job. A failed job keeps them, as somebody may retry it."""
+    """Removes the notes of a deleted job. `is_used` removes those of other ended jobs."""
     for file_id in dict.fromkeys(each.file for each in job.payload.inputs):
         if file_id is not None:
             await documents.remove(COLLECTION, f"{file_id}/{job.job_id}")

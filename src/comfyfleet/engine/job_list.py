@@ -14,7 +14,7 @@ import msgspec
 from comfyfleet.model.calls import JobFilter, JobPage
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job
-from comfyfleet.ports import Records
+from comfyfleet.ports import RecordQuery, Records
 
 MAX_LOOKED_AT = 2_000
 """Records that one call reads; each comes with its payload."""
@@ -46,7 +46,9 @@ async def list_jobs(
     while looked_at < MAX_LOOKED_AT and (loop.time() < ends_at or not looked_at):
         size = _PAGE if looks_inside else limit - len(found) + 1
         page = await records.listing(
-            tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after, newest_first=newest_first
+            RecordQuery(
+                tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after, newest_first=newest_first
+            )
         )
         chosen = None if among is None else await among(page)
         for job in page:

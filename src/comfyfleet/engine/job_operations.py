@@ -16,7 +16,7 @@ from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
-from comfyfleet.engine.placement import class_of, first_place, where_accepted
+from comfyfleet.engine.placement import class_of, exclude_refusing, initial_class
 from comfyfleet.model.calls import CancelReply, JobView, Submitted
 from comfyfleet.model.dispatch import (
     TOMBSTONE_S,
@@ -31,7 +31,7 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
-from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import read_needs
@@ -46,16 +46,15 @@ from comfyfleet.policy.lifecycle import (
     target,
 )
 from comfyfleet.policy.poison_workflows import check_refused
-from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.terms import under_terms
-from comfyfleet.policy.timers import asked_to_stop, wake_at
-from comfyfleet.ports import JobTransfer, Store
+from comfyfleet.policy.timers import effective_priority, request_stop, wake_at
+from comfyfleet.ports import JobTransfer, QueueReader, Store
 
 _TRIES = 20
 
 
 async def read_together(
-    store: Store, job_id: JobId, tenant: TenantId | None = None
+    store: QueueReader, job_id: JobId, tenant: TenantId | None = None
 ) -> tuple[Dispatch, Job] | None:
     """None: no such job, or another tenant's; then the tenant database is not read."""
     for _ in range(_TRIES):
@@ -98,13 +97,14 @@ class JobOperations:
         self._catalogs = catalogs
 
     async def get(self, job_id: JobId, tenant: TenantId | None = None) -> JobView:
+        """`tenant`: hides the jobs of other tenants."""
         found = await read_together(self._context.store, job_id, tenant)
         if found is None:
             raise no_job(job_id)
         dispatch, job = found
         return JobView(job, dispatch, tuple(await self._context.store.attempts(job_id)))
 
-    async def by_reference(self, reference: str, tenant: TenantId) -> JobId | None:
+    async def by_reference(self, reference: str, tenant: TenantId = DEFAULT_TENANT) -> JobId | None:
         job = await self._context.store.records.by_reference(tenant, reference)
         return None if job is None else job.job_id
 
@@ -119,7 +119,7 @@ class JobOperations:
             if dispatch.phase is Phase.LEASED:
                 if dispatch.stop is Stop.CANCEL:
                     return None
-                asked = asked_to_stop(dispatch, Stop.CANCEL, now, context.rules)
+                asked = request_stop(dispatch, Stop.CANCEL, now, context.rules)
                 change = msgspec.structs.replace(asked, cancel_reason=reason)
                 return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED, data))
             return _write(
@@ -152,7 +152,7 @@ class JobOperations:
             self._must_run(dispatch, "retry")
             if dispatch.stop is Stop.RETRY:
                 return None
-            change = asked_to_stop(dispatch, Stop.RETRY, now, self._context.rules)
+            change = request_stop(dispatch, Stop.RETRY, now, self._context.rules)
             return _write(dispatch, change, FactDraft(FactKind.RETRY_REQUESTED))
 
         dispatch, written = await self._change(view.job.job_id, decide)
@@ -180,10 +180,10 @@ class JobOperations:
         refusing = await self._catalogs.refusing(submission.workflow, submission.variants)
         needs = await self._catalogs.needs_of(submission.workflow, read_needs(submission.workflow))
         needed = class_of(placed, needs, stats)
-        cls = where_accepted(self._context, needed, refusing)
-        place = first_place(self._context, cls, stats, await self._context.store.now())
+        cls = exclude_refusing(self._context, needed, refusing)
+        place = initial_class(self._context, cls, stats, await self._context.store.now())
         # A job that was released before has its inputs, even if the awaited jobs are gone.
-        is_held = view.dispatch.is_held and is_legal
+        awaits_jobs = view.dispatch.awaits_jobs and is_legal
 
         def decide(dispatch: Dispatch, now: float) -> Write:
             _must_be_as_seen(dispatch, view.dispatch)
@@ -196,11 +196,11 @@ class JobOperations:
             # The limits of the first round do not apply: a passed deadline would end the new round at once.
             change = Change(
                 phase=phase,
-                standing=readiness_at(None, now, is_held),
-                is_held=is_held,
+                standing=readiness_at(None, now, awaits_jobs),
+                awaits_jobs=awaits_jobs,
                 class_key=fleet.key_of(place.cls),
                 relaxed_class=None if place.later is None else fleet.key_of(place.later),
-                relax_at=None if is_held else place.relax_at,
+                relax_at=None if awaits_jobs else place.relax_at,
                 round=dispatch.round + 1,
                 charged=0,
                 worker_faults=0,
@@ -218,7 +218,7 @@ class JobOperations:
                 settled_at=None,
                 priority=effective_priority(dispatch.base_priority, 0, "normal", None, now, rules, ceiling),
                 priority_ceiling=ceiling,
-                wake_at=now + rules.held_look_s if is_held else place.relax_at,
+                wake_at=now + rules.held_look_s if awaits_jobs else place.relax_at,
             )
             return _write(
                 dispatch,
@@ -243,12 +243,12 @@ class JobOperations:
             if is_legal:
                 await self._context.announce(submission, job_id, view.dispatch.round + 1)
                 await self._inputs.use((each.file for each in submission.inputs), job_id)
-            if is_held:
+            if awaits_jobs:
                 await self._dependencies.announce(submission.after, job_id)
             dispatch, _ = await self._change(job_id, decide, needed=place.classes)
-        if is_held:
+        if awaits_jobs:
             with best_effort(f"check what job {job_id} waits for; the sweeper does so later"):
-                await self._dependencies.look(job_id)
+                await self._dependencies.recheck(job_id)
         return Submitted(job_id, dispatch.phase, workflow_hash)
 
     async def pause(self, job_id: JobId) -> None:
@@ -259,7 +259,7 @@ class JobOperations:
                 self._must_run(dispatch, "pause")
                 if dispatch.stop is Stop.PAUSE:
                     return None
-                change = asked_to_stop(dispatch, Stop.PAUSE, now, self._context.rules)
+                change = request_stop(dispatch, Stop.PAUSE, now, self._context.rules)
                 return _write(dispatch, change, FactDraft(FactKind.PAUSE_REQUESTED))
             self._must_wait(dispatch, "pause", "one that waits or runs")
             if dispatch.standing is Readiness.PAUSED:
@@ -275,12 +275,12 @@ class JobOperations:
         def decide(dispatch: Dispatch, now: float) -> Write | None:
             if dispatch.stop is Stop.PAUSE and dispatch.phase is Phase.LEASED:
                 # The worker may have stopped the run already, so the job gets a new attempt.
-                change = asked_to_stop(dispatch, Stop.RETRY, now, rules)
+                change = request_stop(dispatch, Stop.RETRY, now, rules)
                 return _write(dispatch, change, FactDraft(FactKind.RETRY_REQUESTED))
             self._must_wait(dispatch, "resume")
             if dispatch.standing is not Readiness.PAUSED:
                 return None
-            standing = readiness_at(dispatch.not_before, now, dispatch.is_held)
+            standing = readiness_at(dispatch.not_before, now, dispatch.awaits_jobs)
             placed = msgspec.structs.replace(dispatch, standing=standing)
             change = Change(standing=standing, wake_at=wake_at(placed, now, rules))
             return _write(dispatch, change, FactDraft(FactKind.RESUMED))
@@ -371,6 +371,7 @@ def _must_be_as_seen(dispatch: Dispatch, seen: Dispatch) -> None:
 
 
 def no_job(job_id: JobId) -> Refusal:
+    """One text for a missing job and for another tenant's, so that nobody learns that such a job exists."""
     return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
 
 
@@ -421,7 +422,7 @@ async def ended_job(store: Store, job_id: JobId) -> Dispatch:
 
 async def forget(store: Store, job_id: JobId) -> Dispatch:
     """Deletes a job that has ended, and returns it."""
-    moving: JobTransfer | None = getattr(store, "moving", None)
+    moving: JobTransfer | None = getattr(store, "job_transfer", None)
     if moving is None:
         raise Refusal(RefusalCode.NOT_ALLOWED, "this store deletes jobs only by age: wait for it")
     for _ in range(_TRIES):

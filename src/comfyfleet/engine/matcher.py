@@ -20,7 +20,7 @@ from comfyfleet.model.ids import JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.policy.assignment import RankKey, WaitingJob, assign, rank_key, score, warmth
 from comfyfleet.policy.failover import SmartFailover
-from comfyfleet.policy.fair_share import TenantTurn, charge_s, due_now, turns
+from comfyfleet.policy.fair_share import TenantTurn, charge_s, due_now, tenant_turns
 from comfyfleet.policy.workflow_stats import expected_s
 from comfyfleet.ports import Peek, Timer
 from comfyfleet.tracing import in_background, log_failure
@@ -95,14 +95,14 @@ class Matcher:
         if not slot.answer.done():
             self._arm()
 
-    async def looked_for(self, slot: ParkedPoll) -> None:
+    async def wait_for_pass(self, slot: ParkedPoll) -> None:
         """Waits until the slot has its answer or no pass looks for one."""
         while (
             not slot.answer.done() and (looking := self._slow_leases.get(slot) or self._running) is not None
         ):
             await asyncio.wait((looking, slot.answer), return_when=asyncio.FIRST_COMPLETED)
 
-    def leave(self, slot: ParkedPoll) -> None:
+    def unpark(self, slot: ParkedPoll) -> None:
         if self._parked.get(slot.poll_id) is not slot:
             return
         del self._parked[slot.poll_id]
@@ -112,11 +112,11 @@ class Matcher:
             del self._parked_of[slot.worker_id]
 
     def _send_away(self, slot: ParkedPoll) -> None:
-        self.leave(slot)
+        self.unpark(slot)
         if not slot.answer.done():
             slot.answer.set_result(None)
 
-    def dismiss(self, worker_id: WorkerId) -> None:
+    def cancel_polls(self, worker_id: WorkerId) -> None:
         """Answers the worker's parked polls with no job."""
         for slot in [slot for slot in self._parked.values() if slot.worker_id == worker_id]:
             self._send_away(slot)
@@ -142,12 +142,12 @@ class Matcher:
     def everything_changed(self) -> None:
         self._look(self._parked.values())
 
-    def look_again(self) -> None:
+    def reload_workers(self) -> None:
         """After another engine changed a worker: read it before the next pass."""
         self._context.fleet.is_fresh_since = float("-inf")
         self.everything_changed()
 
-    def relearn(self) -> None:
+    def reload_classes(self) -> None:
         """After another engine added a class, for which equal workers may have split."""
         self._is_outdated = True
         clock = self._context.clock
@@ -299,15 +299,15 @@ class Matcher:
         if written is None:
             # The reason may be a block that this engine did not know.
             for block in await context.store.blocks(worker.worker_id):
-                context.fleet.note_block(block)
+                context.fleet.cache_block(block)
             # Or the worker has registered again at another engine.
-            await context.fleet.look_at(worker)
+            await context.fleet.recheck_worker(worker)
             return False
-        self.leave(slot)
+        self.unpark(slot)
         context.publish(written)
         if slot.answer.done():
             # The poll ended while its job was leased.
-            await context.give_back(written.dispatch)
+            await context.requeue_undelivered(written.dispatch)
         else:
             slot.answer.set_result(LeaseGrant(written.dispatch, record))
         return True
@@ -422,7 +422,7 @@ class Matcher:
         """Empty where no tenant has a fair share, which is the usual case."""
         if not any(each.weight for each in seen.values()):
             return {}
-        return turns(seen.values(), self._seconds_of)
+        return tenant_turns(seen.values(), self._seconds_of)
 
     def _seconds_of(self, candidate: Candidate) -> float:
         stats = self._context.known_workflow_stats(candidate.lane.workflow_hash)

@@ -15,22 +15,25 @@ from typing import Any
 import msgspec
 
 from comfyfleet.engine.context import EngineContext
-from comfyfleet.model.editor_conversion import EXPORT, cannot_convert, convert_workflow, node_classes_of
+from comfyfleet.model.editor_conversion import (
+    EXPORT,
+    MAX_GRAPHS,
+    WorkflowGraph,
+    WorkflowVariant,
+    cannot_convert,
+    convert_workflow,
+    graph_for,
+    node_classes_of,
+    variant_of,
+    with_nodes,
+)
 from comfyfleet.model.encrypted import in_payload
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.ids import TenantId, WorkerId
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.node_classes import NodeCatalog, NodeDefinitions, NodeSignature, Widget
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow import GraphNeeds, read_needs
-from comfyfleet.model.workflow_variants import (
-    MAX_GRAPHS,
-    WorkflowGraph,
-    WorkflowVariant,
-    graph_for,
-    variant_of,
-    with_nodes,
-)
 from comfyfleet.policy.acceptance import Differences, Graph, first_objection, objections
 from comfyfleet.policy.feasibility import admits
 from comfyfleet.ports import DocumentStore
@@ -110,7 +113,7 @@ class NodeCatalogs:
         if worker is not None:
             await self._drop(signature_of(worker), worker_id)
 
-    async def tidy_after(self, before: WorkerRecord | None, now: WorkerRecord) -> None:
+    async def clean_up_after(self, before: WorkerRecord | None, now: WorkerRecord) -> None:
         """After a registration: removes the worker's previous catalog, unless another worker shares it."""
         if before is not None and (old := signature_of(before)) != signature_of(now):
             await self._drop(old, now.worker_id)
@@ -318,8 +321,9 @@ class EditorConverter:
         self._context = context
         self._catalogs = catalogs
 
-    async def convert(self, workflow: Mapping[str, Any], tenant: TenantId) -> WorkflowGraph:
-        """Converts for the live workers that have all nodes; returns the graph for most of them."""
+    async def convert(self, workflow: Mapping[str, Any], tenant: TenantId = DEFAULT_TENANT) -> WorkflowGraph:
+        """Converts an editor workflow for the live workers that have all nodes; returns the graph for most of
+        them."""
         return (await self.convert_for_all(workflow, tenant))[0]
 
     async def convert_for_all(

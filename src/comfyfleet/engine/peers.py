@@ -2,8 +2,8 @@
 
 `PeerBus` announces which jobs are watched here; an engine that changes such a job sends its facts and
 progress. It keeps the latest progress in the store, also for direct workers. `RemoteFactPoller` reads the
-facts of watched jobs once a second and publishes new ones, because peer messages may be lost. `Rechecks`
-(`sweeper.py`) covers the rest."""
+facts of watched jobs once a second and publishes new ones, because peer messages may be lost. `rechecks.py`
+covers the rest."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from comfyfleet.engine.context import EngineContext, stop
 from comfyfleet.engine.local_bus import REPLACEABLE
-from comfyfleet.engine.sweeper import Rechecks
+from comfyfleet.engine.rechecks import Rechecks
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, ProgressEvent, ProgressKind, RunSnapshot
 from comfyfleet.model.ids import JobId, WorkerId
+from comfyfleet.model.recent import RecentDict
 from comfyfleet.ports import Bus, PeerChannel, Timer
 from comfyfleet.tracing import in_background, log_failure
 
@@ -41,11 +42,11 @@ class RemoteFactPoller:
         self._running: asyncio.Task[None] | None = None
         self._is_closed = False
         self._rechecks = Rechecks(context.clock, context.rules.recheck_s)
-        self.is_passing_on = False
+        self.is_forwarding = False
         """The bus is publishing an event of another engine."""
-        self.followed: Callable[[JobId], None] = lambda _: None
+        self.on_followed: Callable[[JobId], None] = lambda _: None
         """Set by the peer bus: a job is followed here."""
-        self.look_also: Callable[[], Awaitable[None]] | None = None
+        self.on_poll: Callable[[], Awaitable[None]] | None = None
         """Set by the peer bus: more work for each pass."""
         context.bus.listen(self._hear)
 
@@ -53,7 +54,7 @@ class RemoteFactPoller:
     def jobs(self) -> Collection[JobId]:
         return self._followers.keys()
 
-    def pass_on(self, event: Fact | ProgressEvent) -> bool:
+    def forward(self, event: Fact | ProgressEvent) -> bool:
         """Publishes another engine's event here if somebody follows the job. Facts keep their order."""
         last = self._published.get(event.job_id)
         if last is None:
@@ -68,19 +69,19 @@ class RemoteFactPoller:
         return True
 
     def _publish(self, event: Fact | ProgressEvent) -> None:
-        self.is_passing_on = True
+        self.is_forwarding = True
         try:
             self._context.bus.publish(event)
         finally:
-            self.is_passing_on = False
+            self.is_forwarding = False
 
     @contextmanager
     def follow(
-        self, job_id: JobId, after: int = 0, look: Callable[[], None] = lambda: None
+        self, job_id: JobId, after: int = 0, recheck: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Publishes the job's later facts here, whichever engine writes them. `look` runs every few seconds
+        """Publishes the job's later facts here, whichever engine writes them. `recheck` runs every few seconds
         and reads the job from the store."""
-        with self._rechecks.calling(look), self._following(job_id, after):
+        with self._rechecks.calling(recheck), self._following(job_id, after):
             yield
 
     @contextmanager
@@ -91,7 +92,7 @@ class RemoteFactPoller:
         self._followers[job_id] += 1
         self._published.setdefault(job_id, after)
         if self._followers[job_id] == 1:
-            self.followed(job_id)
+            self.on_followed(job_id)
         self._arm()
         try:
             yield
@@ -119,8 +120,8 @@ class RemoteFactPoller:
             jobs = list(self._followers)
             for start in range(0, len(jobs), _BATCH_SIZE):
                 await asyncio.gather(*map(self._look_at, jobs[start : start + _BATCH_SIZE]))
-            if self.look_also is not None:
-                await self.look_also()
+            if self.on_poll is not None:
+                await self.on_poll()
         except Exception:
             log_failure(_LOG, "could not read the followed jobs; the next pass tries again")
         finally:
@@ -160,23 +161,11 @@ _STARTS_ANEW = frozenset(
 )
 
 
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-def put_newest(entries: dict[K, V], key: K, value: V, limit: int) -> None:
-    """Puts the entry last, and drops the first one beyond the limit."""
-    entries.pop(key, None)
-    entries[key] = value
-    if len(entries) > limit:
-        del entries[next(iter(entries))]
-
-
 class LatestProgress:
     """Keeps the latest progress of each running job in memory, for new watchers."""
 
     def __init__(self, bus: Bus) -> None:
-        self._known: dict[JobId, ProgressEvent] = {}
+        self._known: RecentDict[JobId, ProgressEvent] = RecentDict(_MAX_JOBS)
         bus.listen(self._hear)
 
     def of(self, job_id: JobId) -> ProgressEvent | None:
@@ -185,7 +174,7 @@ class LatestProgress:
     def _hear(self, event: Event) -> None:
         if isinstance(event, ProgressEvent):
             if event.kind is ProgressKind.PROGRESS:
-                put_newest(self._known, event.job_id, event, _MAX_JOBS)
+                self._known[event.job_id] = event
         elif isinstance(event, Fact) and event.kind in _STARTS_ANEW:
             self._known.pop(event.job_id, None)
 
@@ -233,7 +222,7 @@ _kept_decoder = msgspec.json.Decoder(dict[str, Any])
 
 async def _in_order(peer_channel: PeerChannel, job_id: JobId, notes: list[RunSnapshot]) -> None:
     for note in notes:
-        await peer_channel.keep_progress(job_id, note)
+        await peer_channel.save_progress(job_id, note)
 
 
 class PeerBus:
@@ -245,12 +234,12 @@ class PeerBus:
         self._listeners: dict[Callable[[Event], None], None] = {}
         self._wanted: dict[JobId, float] = {}
         self._everything_until = float("-inf")
-        self._pending: dict[object, Event] = {}
+        self._pending: RecentDict[object, Event] = RecentDict(_MAX_PENDING)
         self._count = 0
         self._asked: dict[JobId, None] = {}
         self._is_asking_all = False
-        self._kept_at: dict[JobId, float] = {}
-        self._workers: dict[JobId, WorkerId | None] = {}
+        self._kept_at: RecentDict[JobId, float] = RecentDict(_MAX_PENDING)
+        self._workers: RecentDict[JobId, WorkerId | None] = RecentDict(_MAX_PENDING)
         """The workers of runs that this engine has recorded."""
         self._to_keep: dict[JobId, list[RunSnapshot]] = {}
         self._announced: list[FleetEvent] = []
@@ -260,8 +249,8 @@ class PeerBus:
         self._is_closed = False
         if self._peer_channel is not None:
             context.bus.listen(self._hear)
-            fact_poller.followed = self._ask
-            fact_poller.look_also = self._look
+            fact_poller.on_followed = self._ask
+            fact_poller.on_poll = self._look
 
     def start(self) -> None:
         if self._peer_channel is not None:
@@ -271,22 +260,23 @@ class PeerBus:
         self._is_closed = True
         await stop(self._timer, self._sending)
 
-    def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Listens to events of other engines' jobs that nobody follows here."""
+    def listen_remote(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Listens, best effort, to events of other engines' jobs that nobody follows here. Returns the function
+        that ends it."""
         self._listeners[listener] = None
         self._is_asking_all = True
         self._send()
         self._arm()
         return lambda: self._listeners.pop(listener, None)
 
-    async def newest(self, dispatch: Dispatch) -> ProgressEvent | None:
+    async def latest_progress(self, dispatch: Dispatch) -> ProgressEvent | None:
         """The last progress of the job's current lease, from memory or from the store."""
         lease = dispatch.lease
         if lease is None:
             return None
         progress_event = self._newest.of(dispatch.job_id)
         if progress_event is None and self._peer_channel is not None:
-            (kept,) = await self._peer_channel.kept_progress([dispatch.job_id])
+            (kept,) = await self._peer_channel.load_progress([dispatch.job_id])
             progress_event = None if kept is None else self._read(dispatch.job_id, kept)
         return (
             progress_event
@@ -297,7 +287,7 @@ class PeerBus:
     # sending
 
     def _hear(self, event: Event) -> None:
-        if self._fact_poller.is_passing_on:
+        if self._fact_poller.is_forwarding:
             return
         now = self._context.clock.monotonic()
         if isinstance(event, FleetEvent):
@@ -325,12 +315,12 @@ class PeerBus:
         else:
             self._count += 1
             key = self._count
-        put_newest(self._pending, key, event, _MAX_PENDING)
+        self._pending[key] = event
         self._send()
 
     def _keep(self, progress_event: ProgressEvent, now: float) -> None:
         if now - self._kept_at.get(progress_event.job_id, 0.0) >= _KEEP_EVERY_S:
-            put_newest(self._kept_at, progress_event.job_id, now, _MAX_PENDING)
+            self._kept_at[progress_event.job_id] = now
             known = {
                 "at": progress_event.at,
                 "worker_id": progress_event.worker_id,
@@ -349,7 +339,7 @@ class PeerBus:
             self._note(progress_event.job_id, note)
 
     def _note(self, job_id: JobId, note: RunSnapshot) -> None:
-        put_newest(self._workers, job_id, note.worker_id, _MAX_PENDING)
+        self._workers[job_id] = note.worker_id
         self._to_keep.setdefault(job_id, []).append(note)
         self._send()
 
@@ -385,14 +375,14 @@ class PeerBus:
     def _messages(self, peer_channel: PeerChannel) -> Iterable[Any]:
         asked, self._asked = list(self._asked), {}
         is_all, self._is_asking_all = self._is_asking_all and bool(self._listeners), False
-        pending, self._pending = self._pending.values(), {}
+        pending, self._pending = self._pending.values(), RecentDict(_MAX_PENDING)
         keep, self._to_keep = self._to_keep, {}
         if asked or is_all:
             yield peer_channel.watch()
         for start in range(0, max(len(asked), is_all), _MESSAGE_JOBS):
-            yield peer_channel.say(_encoder.encode(_Wants(asked[start : start + _MESSAGE_JOBS], is_all)))
+            yield peer_channel.publish(_encoder.encode(_Wants(asked[start : start + _MESSAGE_JOBS], is_all)))
         if pending:
-            yield peer_channel.say(
+            yield peer_channel.publish(
                 _encoder.encode(
                     _Events(
                         [event for event in pending if isinstance(event, Fact)],
@@ -445,7 +435,7 @@ class PeerBus:
             self._tell(event)
 
     def _pass_on(self, event: Fact | ProgressEvent) -> None:
-        if not self._fact_poller.pass_on(event):
+        if not self._fact_poller.forward(event):
             self._tell(event)
 
     def _note_wanted(self, received: _Wants) -> None:
@@ -475,13 +465,13 @@ class PeerBus:
             del self._seen[gone]
         for start in range(0, len(jobs), _MESSAGE_JOBS):
             some = jobs[start : start + _MESSAGE_JOBS]
-            for job_id, kept in zip(some, await self._peer_channel.kept_progress(some), strict=True):
+            for job_id, kept in zip(some, await self._peer_channel.load_progress(some), strict=True):
                 if kept is None or self._seen.get(job_id) == kept:
                     continue
                 self._seen[job_id] = kept
                 progress_event, known = self._read(job_id, kept), self._newest.of(job_id)
                 if progress_event is not None and (known is None or known.at < progress_event.at):
-                    self._fact_poller.pass_on(progress_event)
+                    self._fact_poller.forward(progress_event)
 
     def _read(self, job_id: JobId, kept: bytes) -> ProgressEvent | None:
         try:

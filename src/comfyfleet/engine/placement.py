@@ -21,10 +21,10 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow import GraphNeeds
 from comfyfleet.model.workflow_stats import WorkflowStats
-from comfyfleet.policy.acceptance import signature_for, speaks_for_equals, without_signatures
+from comfyfleet.policy.acceptance import applies_to_signature, signature_for, without_signatures
 from comfyfleet.policy.failover import lifted_by_inventory
 from comfyfleet.policy.feasibility import is_feasible, misses, nearest_miss
-from comfyfleet.policy.tenants import asker_of, name_for
+from comfyfleet.policy.tenants import name_for, reader_of
 from comfyfleet.policy.workflow_stats import with_memory, without_slow
 
 
@@ -70,7 +70,7 @@ def _named(submission: Submission, graph: GraphNeeds) -> tuple[frozenset[str], f
     return graph.models.union(declared.models), graph.node_classes.union(declared.node_classes)
 
 
-def where_accepted(
+def exclude_refusing(
     context: EngineContext, cls: RequirementClass, refusing: frozenset[str]
 ) -> RequirementClass:
     """Excludes servers that refuse the graph, unless no other worker is left."""
@@ -82,7 +82,7 @@ def where_accepted(
     return others if is_workable else cls
 
 
-def first_place(
+def initial_class(
     context: EngineContext, cls: RequirementClass, stats: WorkflowStats | None, start: float
 ) -> Placement:
     """Prefers the bigger cards that the workflow needs, then the preferred workers, then any worker."""
@@ -102,7 +102,7 @@ def first_place(
     return Placement(cls, None, None)
 
 
-def nearest_lacks(
+def closest_worker(
     context: EngineContext, cls: RequirementClass, tenant: TenantId, workers: Iterable[WorkerRecord]
 ) -> tuple[str, tuple[str, ...]] | None:
     """The worker that lacks least, by the name that the tenant may know, and what it lacks."""
@@ -111,7 +111,7 @@ def nearest_lacks(
     if nearest is None:
         return None
     access = context.fleet.workers[nearest].capabilities.tenant_access
-    return name_for(nearest, access, asker_of(tenant)), tuple(miss.reason for miss in lacking[nearest])
+    return name_for(nearest, access, reader_of(tenant)), tuple(miss.reason for miss in lacking[nearest])
 
 
 class RefusalHandler:
@@ -129,7 +129,7 @@ class RefusalHandler:
         if signature is None:
             return frozenset()
         catalog = await self._catalogs.get(signature)
-        if not speaks_for_equals(failure, None if catalog is None else catalog.signatures):
+        if not applies_to_signature(failure, None if catalog is None else catalog.signatures):
             assert cls is not None, "it has a signature"
             # The refusal may be about one disk, until several equal servers refuse.
             said = 1 + await self._equals_that_refused(dispatch, cls, worker_id, signature, now)
@@ -154,7 +154,7 @@ class RefusalHandler:
                 count += not await self._cannot(dispatch, worker.worker_id, now)
         return count
 
-    async def elsewhere(self, dispatch: Dispatch, refusing: frozenset[str]) -> Dispatch:
+    async def reroute(self, dispatch: Dispatch, refusing: frozenset[str]) -> Dispatch:
         """Moves the job to classes without the refusing signatures."""
         later = dispatch.relaxed_class
         return msgspec.structs.replace(

@@ -16,6 +16,7 @@ from comfyfleet.model.calls import FailureReport
 from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, Phase
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.paginator import record_pages
 from comfyfleet.policy import poison_workflows
 from comfyfleet.tracing import in_background
 
@@ -38,9 +39,9 @@ class PoisonWorkflows:
         context.refused_waits = self._note_waiting
         context.ended_after_death = self._note_over
         failures.on_refusal = self.refused
-        failures.on_late_death = self.note_late
+        failures.on_late_death = self.record_late_death
 
-    async def note_late(self, call: FailureReport) -> None:
+    async def record_late_death(self, call: FailureReport) -> None:
         """Counts a server that died of a job after the job ended, so that such jobs cannot kill one server
         after the other. Each attempt counts once."""
         store, ref = self._context.store, call.ref
@@ -69,7 +70,7 @@ class PoisonWorkflows:
             return
         refusal = poison_workflows.refusal_of(dispatch, deaths, now)
         await context.store.put_block(refusal)
-        context.fleet.note_block(refusal)
+        context.fleet.cache_block(refusal)
         await self.refused(dispatch, refusal, failure)
 
     async def refused(self, dispatch: Dispatch, block: Block, failure: Failure) -> None:
@@ -81,7 +82,7 @@ class PoisonWorkflows:
             *(block.workflow_hash, dispatch.tenant, block.failures, dispatch.job_id),
             *(failure.message, block.target),
         )
-        context.tell(
+        context.publish_fleet_event(
             "workflow_refused",
             EVERY_WORKER,
             tenant=dispatch.tenant,
@@ -106,7 +107,7 @@ class PoisonWorkflows:
                 why,
                 tenant,
             )
-            context.tell("tenant_suspended", EVERY_WORKER, tenant=tenant, message=why)
+            context.publish_fleet_event("tenant_suspended", EVERY_WORKER, tenant=tenant, message=why)
         else:
             _LOG.warning(
                 "tenant %s was not suspended, because it does not exist or is suspended already: %s",
@@ -123,7 +124,7 @@ class PoisonWorkflows:
         self._returned.add(dispatch.job_id)
         self._context.wake_by(self._context.clock.now())
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Runs in the background, because a tenant database may be slow."""
         refused = self._context.fleet.refused
         self._ended &= refused
@@ -154,14 +155,10 @@ class PoisonWorkflows:
 
     async def _end_all(self, target: str) -> None:
         workflow_hash, tenant = whose_target(target)
-        after: JobId | None = None
-        while page := await self._context.store.records.listing(
-            tenant=tenant, phase=Phase.QUEUED, limit=_PAGE, after=after
-        ):
+        async for page in record_pages(self._context.store.records, tenant, Phase.QUEUED, _PAGE):
             for job in page:
                 if job.workflow_hash == workflow_hash:
                     await self._end(job.job_id)
-            after = page[-1].job_id
 
     async def _end(self, job_id: JobId) -> None:
         """Repeats until the write is based on what was read."""
@@ -170,7 +167,7 @@ class PoisonWorkflows:
             if dispatch.phase is not Phase.QUEUED or not is_refused:
                 return
             if (
-                await self._failures.ended(dispatch, poison_workflows.failure_of_waiting(dispatch))
+                await self._failures.end_job(dispatch, poison_workflows.failure_of_waiting(dispatch))
                 is not None
             ):
                 return

@@ -31,10 +31,11 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkerId
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.paginator import documents_in, record_pages
 from comfyfleet.policy.lifecycle import cancelled
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.timers import returned
-from comfyfleet.ports import Document, TransferableStore
+from comfyfleet.policy.timers import requeued
+from comfyfleet.ports import Document, RecordQuery, TransferableStore
 
 _PAGE = 20
 """Small, because a page of large payloads is in memory and in one write of the target."""
@@ -116,7 +117,7 @@ class StoreMove:
         await self._move_jobs()
         return self.moved
 
-    async def rehearse(self) -> MoveProgress:
+    async def dry_run(self) -> MoveProgress:
         """Counts what a move would do, and changes nothing."""
         after: JobId | None = None
         records = self._target.records
@@ -136,7 +137,7 @@ class StoreMove:
                 after = job.job_id
             self._tell(self.moved)
         self.moved.blocks = len(await self._source.blocks())
-        self.moved.workflow_stats = len(await self._source.moving.workflow_stats())
+        self.moved.workflow_stats = len(await self._source.job_transfer.workflow_stats())
         async for collection, document in self._documents():
             self.moved.documents += await self._target.documents.get(collection, document.name) is None
         return self.moved
@@ -176,10 +177,8 @@ class StoreMove:
         """The jobs under a live lease. Requeues jobs whose lease has expired."""
         if not (await self._source.counts()).by_phase[Phase.LEASED]:
             return []
-        held, after = [], None
-        records = self._source.records
-        while page := await records.listing(tenant=None, phase=Phase.LEASED, limit=_PAGE, after=after):
-            after = page[-1].job_id
+        held = []
+        async for page in record_pages(self._source.records, None, Phase.LEASED, _PAGE):
             for job in page:
                 dispatch = await self._source.load(job.job_id)
                 if dispatch is None or dispatch.lease is None:
@@ -192,7 +191,7 @@ class StoreMove:
         """Without a charge: the worker or a stopped store may be the cause."""
         now = await self._source.now()
         change, end = (
-            returned(dispatch, Phase.QUEUED, dispatch.not_before, now, self._rules),
+            requeued(dispatch, Phase.QUEUED, dispatch.not_before, now, self._rules),
             AttemptOutcome.RELEASED,
         )
         fact = FactDraft(FactKind.RELEASED, {"reason": "the lease expired before the move to another store"})
@@ -215,17 +214,17 @@ class StoreMove:
         return written is not None
 
     async def _move_workflow_stats(self) -> None:
-        for stats in await self._source.moving.workflow_stats():
+        for stats in await self._source.job_transfer.workflow_stats():
             # The target's own statistics are newer.
             if await self._target.get_workflow_stats(stats.workflow_hash) is None:
                 await self._target.put_workflow_stats(stats)
                 self.moved.workflow_stats += 1
 
     async def _move_terms(self) -> None:
-        known = {terms.tenant for terms in await self._target.shares.terms()}
-        for terms in await self._source.shares.terms():
+        known = {terms.tenant for terms in await self._target.fair_share.terms()}
+        for terms in await self._source.fair_share.terms():
             if terms.tenant not in known:
-                await self._target.shares.put_terms(terms)
+                await self._target.fair_share.put_terms(terms)
 
     async def _move_blocks(self) -> None:
         for block in await self._source.blocks():
@@ -242,11 +241,8 @@ class StoreMove:
     async def _documents(self) -> AsyncIterator[tuple[str, Document]]:
         documents = self._source.documents
         for collection in await documents.collections():
-            after = ""
-            while page := await documents.listing(collection, after, _PAGE):
-                for document in page:
-                    yield collection, document
-                after = page[-1].name
+            async for document in documents_in(documents, collection, size=_PAGE):
+                yield collection, document
 
     async def _move_jobs(self) -> None:
         after: JobId | None = None
@@ -270,7 +266,7 @@ class StoreMove:
             self._tell(self.moved)
 
     async def _page(self, after: JobId | None) -> list[Job]:
-        return await self._source.records.listing(tenant=None, phase=None, limit=_PAGE, after=after)
+        return await self._source.records.listing(RecordQuery(limit=_PAGE, after=after))
 
     async def _whole(self, job: Job) -> JobSnapshot | None:
         """A change after this read raises the revision, which guards the deletion."""
@@ -296,7 +292,7 @@ class StoreMove:
                 taken.append((whole, there))
             else:
                 answers[job_id] = await self._take_back(whole, there)
-        gone = await self._source.moving.discard([whole.dispatch for whole, _ in taken])
+        gone = await self._source.job_transfer.discard([whole.dispatch for whole, _ in taken])
         for (whole, there), is_gone in zip(taken, gone, strict=True):
             if is_gone:
                 self._count(whole.dispatch.phase)
@@ -329,14 +325,14 @@ class StoreMove:
         self._tries[job_id] = self._tries.get(job_id, 0) + 1
         # With a history of its own at the target, it is no longer a copy.
         facts = tuple(await self._target.facts(job_id))
-        is_copy = facts == whole.facts[: len(facts)] and (await self._target.moving.discard([there]))[0]
+        is_copy = facts == whole.facts[: len(facts)] and (await self._target.job_transfer.discard([there]))[0]
         return None if is_copy and self._tries[job_id] < _TRIES else SkippedJob(job_id, SkipReason.CHANGED)
 
     async def _import_jobs(self, jobs: list[JobSnapshot]) -> list[Dispatch]:
         for _ in range(_TRIES):
             for whole in jobs:
                 await self._prepare(whole.dispatch)
-            imported = await self._target.moving.import_jobs(jobs)
+            imported = await self._target.job_transfer.import_jobs(jobs)
             if imported is not None:
                 return imported
             # The target dropped an unused class.
@@ -347,10 +343,10 @@ class StoreMove:
         """Gives the target the job's classes and its tenant's service time."""
         if dispatch.tenant not in self._tenants:
             self._tenants.add(dispatch.tenant)
-            served_s = (await self._source.shares.of(dispatch.tenant)).virtual_time
-            served_there_s = (await self._target.shares.of(dispatch.tenant)).virtual_time
+            served_s = (await self._source.fair_share.get(dispatch.tenant)).virtual_time
+            served_there_s = (await self._target.fair_share.get(dispatch.tenant)).virtual_time
             if served_s > served_there_s:
-                await self._target.shares.charge(dispatch.tenant, served_s - served_there_s)
+                await self._target.fair_share.charge(dispatch.tenant, served_s - served_there_s)
         if dispatch.phase.is_final:
             return
         for key in (dispatch.class_key, dispatch.relaxed_class):

@@ -21,11 +21,11 @@ from comfyfleet.engine.graph_reader import GraphReader, GraphReading
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import EditorConverter, NodeCatalogs
-from comfyfleet.engine.placement import Placement, class_of, first_place, nearest_lacks, where_accepted
+from comfyfleet.engine.placement import Placement, class_of, closest_worker, exclude_refusing, initial_class
 from comfyfleet.engine.waiting_jobs import MissingRequirements
 from comfyfleet.model.calls import Submitted
 from comfyfleet.model.dispatch import Dispatch, Phase, Readiness, WriteResult
-from comfyfleet.model.editor_conversion import is_editor_workflow
+from comfyfleet.model.editor_conversion import WorkflowVariant, common_to, is_editor_workflow, with_nodes
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import TenantId, WorkflowHash
@@ -33,17 +33,23 @@ from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.tenant import Tenant
-from comfyfleet.model.workflow import check_workflow, hash_workflow, read_needs
+from comfyfleet.model.workflow import read_needs
+from comfyfleet.model.workflow_graph import check_workflow
+from comfyfleet.model.workflow_hash import hash_workflow
 from comfyfleet.model.workflow_stats import WorkflowStats
-from comfyfleet.model.workflow_variants import WorkflowVariant, common_to, with_nodes
-from comfyfleet.policy.admission import check_dependencies, check_room, check_submission, digest_of, is_repeat
-from comfyfleet.policy.input_files import check_inputs
+from comfyfleet.policy.admission import (
+    check_dependencies,
+    check_inputs,
+    check_room,
+    check_submission,
+    digest_of,
+    is_repeat,
+)
 from comfyfleet.policy.lifecycle import readiness_at
 from comfyfleet.policy.poison_workflows import check_refused
-from comfyfleet.policy.priority import effective_priority
-from comfyfleet.policy.tenants import asker_of, name_for
-from comfyfleet.policy.terms import keeps_to, under_new_terms, under_terms, with_terms
-from comfyfleet.policy.timers import wake_at
+from comfyfleet.policy.tenants import name_for, reader_of
+from comfyfleet.policy.terms import is_within_terms, under_new_terms, under_terms, with_terms
+from comfyfleet.policy.timers import effective_priority, wake_at
 from comfyfleet.ports import Counts
 
 _FRESH_S = 1.0
@@ -65,7 +71,7 @@ class QueueCapacity:
             and 2 * self._open_bytes < rules.max_open_bytes
         )
 
-    def hear(self, counts: Counts) -> None:
+    def update(self, counts: Counts) -> None:
         self._waiting = counts.waiting + counts.delayed + counts.paused
         self._open_bytes = counts.payload_bytes
         self._good_until = self._context.clock.monotonic() + _FRESH_S
@@ -108,8 +114,8 @@ class Submitter:
     async def submit(
         self, submission: Submission, *, is_own: bool = False, is_large: bool = False
     ) -> Submitted:
-        """`is_own`: the graph comes from decoded JSON and has no other owner. `is_large`: threads do the
-        work, so that the event loop goes on."""
+        """`is_own`: the graph comes from decoded JSON and has no other owner, so it is not copied; its nodes
+        may still be `msgspec.Raw`. `is_large`: threads read it, so that the event loop goes on."""
         context, run = self._context, _in_a_thread if is_large else _at_once
         # A repeat is accepted first: its files and workers may be gone by now.
         known = await self._known(submission)
@@ -130,10 +136,10 @@ class Submitter:
         if known is not None:
             return await run(_same, known, submission)
         check_refused(reading.workflow_hash, submission.tenant, context.fleet.refused)
-        is_held = bool(submission.after) and await self._dependencies.check(
+        awaits_jobs = bool(submission.after) and await self._dependencies.check(
             submission.after, submission.tenant
         )
-        if submission.inputs and not is_held:
+        if submission.inputs and not awaits_jobs:
             submission = await self._inputs.filled(submission)
         tenant = await context.admission_control.terms(submission.tenant)
         placed = submission if tenant is None else under_terms(submission, tenant)
@@ -142,11 +148,11 @@ class Submitter:
         self._capacity.take(size)
         refusing = await self._catalogs.refusing(reading.graph, submission.variants)
         needs = await self._catalogs.needs_of(reading.graph, reading.needs)
-        cls = where_accepted(context, class_of(placed, needs, stats), refusing)
+        cls = exclude_refusing(context, class_of(placed, needs, stats), refusing)
         unworkable = await self._unworkable(cls, submission)
-        place = first_place(context, cls, stats, max(now, submission.not_before or now))
+        place = initial_class(context, cls, stats, max(now, submission.not_before or now))
         ceiling = None if tenant is None else tenant.caps.max_priority
-        dispatch = self._dispatch(placed, size, place, reading.workflow_hash, now, is_held, ceiling)
+        dispatch = self._dispatch(placed, size, place, reading.workflow_hash, now, awaits_jobs, ceiling)
         job = Job(
             dispatch.job_id,
             submission.tenant,
@@ -154,7 +160,7 @@ class Submitter:
             now,
             submission,
             reference=submission.reference,
-            seeds={node_id: context.chance.seed() for node_id in reading.drawing} or None,
+            seeds={node_id: context.rng.seed() for node_id in reading.drawing} or None,
         )
         if all(each.file is not None for each in submission.inputs):
             # Otherwise the files of other jobs are not known yet.
@@ -187,19 +193,19 @@ class Submitter:
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
         refusing = await self._catalogs.refusing(payload.workflow, payload.variants)
         needs = await self._catalogs.needs_of(payload.workflow, read_needs(payload.workflow))
-        cls = where_accepted(context, class_of(payload, needs, stats), refusing)
-        place = first_place(context, cls, stats, await context.store.now())
+        cls = exclude_refusing(context, class_of(payload, needs, stats), refusing)
+        place = initial_class(context, cls, stats, await context.store.now())
         placed = msgspec.structs.replace(
             dispatch,
             class_key=context.fleet.key_of(place.cls),
             relaxed_class=None if place.later is None else context.fleet.key_of(place.later),
-            relax_at=None if dispatch.is_held else place.relax_at,
+            relax_at=None if dispatch.awaits_jobs else place.relax_at,
         )
         now = await context.store.now()
         if tenant is not None:
             placed = under_new_terms(placed, job, tenant, now, context.rules).apply(placed)
             placed = msgspec.structs.replace(placed, revision=dispatch.revision)
-        is_kept = tenant is None or keeps_to(job.payload, tenant)
+        is_kept = tenant is None or is_within_terms(job.payload, tenant)
         if not is_kept:
             # The job ends by itself if nobody ends it.
             placed = msgspec.structs.replace(placed, standing=Readiness.PAUSED, expires_at=now + _REVIEW_S)
@@ -267,13 +273,13 @@ class Submitter:
         """The time and the workflow's statistics. Reads the queue counts if they are outdated."""
         context, store = self._context, self._context.store
         if not store.is_shared:
-            self._capacity.hear(await store.counts())
+            self._capacity.update(await store.counts())
             return await store.now(), await context.stats(workflow_hash)
         if self._capacity.is_known():
             return context.clock.now(), await context.stats(workflow_hash)
         # Together, because each is a call to another process.
         counts, now, stats = await asyncio.gather(store.counts(), store.now(), context.stats(workflow_hash))
-        self._capacity.hear(counts)
+        self._capacity.update(counts)
         return now, stats
 
     async def _unworkable(self, cls: RequirementClass, submission: Submission) -> tuple[str, ...]:
@@ -301,17 +307,18 @@ class Submitter:
         elif fleet.is_workable(cls):
             return ()
         live = [worker for worker in fleet.workers.values() if not worker.is_offline]
-        nearest = nearest_lacks(self._context, cls, tenant, live)
+        nearest = closest_worker(self._context, cls, tenant, live)
         if nearest is None:
             return self._offline(tenant) or ("no worker is connected",)
         name, reasons = nearest
         return tuple(f"{name} {reason}" for reason in reasons)
 
     def _offline(self, tenant: TenantId) -> tuple[str, ...]:
-        """The reasons of the first offline workers."""
+        """The reasons of the offline workers that were seen last: others may be of an earlier start."""
         away = [worker for worker in self._context.fleet.workers.values() if worker.is_offline]
+        away.sort(key=lambda worker: worker.last_seen_at, reverse=True)
         return tuple(
-            f"{name_for(worker.worker_id, worker.capabilities.tenant_access, asker_of(tenant))} is offline: "
+            f"{name_for(worker.worker_id, worker.capabilities.tenant_access, reader_of(tenant))} is offline: "
             f"{worker.offline_reason or 'it left'}"
             for worker in away[:3]
         )
@@ -323,7 +330,7 @@ class Submitter:
         place: Placement,
         workflow_hash: WorkflowHash,
         now: float,
-        is_held: bool,
+        awaits_jobs: bool,
         ceiling: int | None,
     ) -> Dispatch:
         fleet, rules = self._context.fleet, self._context.rules
@@ -332,14 +339,14 @@ class Submitter:
         )
         total_s = submission.timeouts.total_s
         dispatch = Dispatch(
-            job_id=self._context.chance.job_id(now),
+            job_id=self._context.rng.job_id(now),
             class_key=fleet.key_of(place.cls),
             workflow_hash=workflow_hash,
             priority=effective_priority(base, 0, "normal", submission.deadline, now, rules, ceiling),
             base_priority=base,
             priority_ceiling=ceiling,
             tenant=submission.tenant,
-            standing=readiness_at(submission.not_before, now, is_held),
+            standing=readiness_at(submission.not_before, now, awaits_jobs),
             queued_at=now,
             not_before=submission.not_before,
             max_attempts=submission.max_attempts or rules.max_attempts,
@@ -350,7 +357,7 @@ class Submitter:
             relax_at=place.relax_at,
             payload_bytes=size,
         )
-        if is_held:
+        if awaits_jobs:
             dispatch = held(dispatch)
         when = wake_at(dispatch, now, rules)
         # Most jobs need no timer.
@@ -359,7 +366,7 @@ class Submitter:
     async def _write(self, dispatch: Dispatch, job: Job, place: Placement) -> WriteResult:
         submission = job.payload
         await self._context.announce(submission, dispatch.job_id, dispatch.round)
-        if dispatch.is_held:
+        if dispatch.awaits_jobs:
             await self._dependencies.announce(submission.after, dispatch.job_id)
         if submission.inputs:
             await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
@@ -374,7 +381,7 @@ class Submitter:
         while True:
             if not store.is_shared:
                 # Count again: others may have come meanwhile. Nothing awaits from here to the write.
-                self._capacity.hear(await store.counts())
+                self._capacity.update(await store.counts())
                 self._capacity.take(dispatch.payload_bytes)
             written = await store.enqueue(dispatch, job, _QUEUED)
             if written is not None:
@@ -387,10 +394,10 @@ class Submitter:
         dispatch = written.dispatch
         self._context.publish(written)
         self._matcher.job_arrived(dispatch)
-        if dispatch.is_held:
+        if dispatch.awaits_jobs:
             # An awaited job may have ended before this one was written.
             with best_effort(f"check what job {dispatch.job_id} waits for; the sweeper does so later"):
-                await self._dependencies.look(dispatch.job_id)
+                await self._dependencies.recheck(dispatch.job_id)
 
 
 class _Runner(Protocol):

@@ -1,16 +1,12 @@
 """Runs timed work: delays, leases, deadlines, blocks, quarantines, purges.
 
 One timer stands at the next due time; a slow sweep covers the rest. Each step ends in a guarded write and may
-run twice.
-
-`Rechecks` calls waiting clients every few seconds to read the store, because events may be lost."""
+run twice."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import msgspec
@@ -30,9 +26,9 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import TenantId
-from comfyfleet.policy.tenants import asker_of
+from comfyfleet.policy.tenants import reader_of
 from comfyfleet.policy.timers import Due, review
-from comfyfleet.ports import Clock, Timer
+from comfyfleet.ports import Timer
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -105,15 +101,16 @@ class Sweeper:
             self.wake_by(self._context.clock.now() + wait_s)
 
     async def sweep(self) -> None:
+        """Does now what the timer would do."""
         context = self._context
         if context.store.is_shared:
             # Another engine may know more recent times of its workers.
             await context.compare_clocks()
-            await context.fleet.freshen(context.rules.round_s)
+            await context.fleet.refresh(context.rules.round_s)
         else:
-            context.fleet.follow_clock()
+            context.fleet.adjust_last_seen()
         await self._end_blocks()
-        self._poison_workflows.look()
+        self._poison_workflows.check()
         await self._end_quarantines()
         await self._find_lost_workers()
         with best_effort("lift needless blocks"):
@@ -193,7 +190,7 @@ class Sweeper:
         """What the job waited for, or where it ran, for the failure message."""
         summary = ""
         with best_effort(f"explain why job {dispatch.job_id} did not end in time"):
-            found = await explain(self._context, self._catalogs, dispatch, asker_of(dispatch.tenant))
+            found = await explain(self._context, self._catalogs, dispatch, reader_of(dispatch.tenant))
             summary = found.summary
         return summary and f": {summary}"
 
@@ -203,20 +200,24 @@ class Sweeper:
         if self._still_hopes_for_memory(dispatch, now):
             dispatch = msgspec.structs.replace(dispatch, relax_at=now + context.rules.bigger_card_wait_s)
         found = review(dispatch, now, context.rules)
-        if dispatch.is_held and found.due is Due.NOTHING and await self._dependencies.look(dispatch.job_id):
+        if (
+            dispatch.awaits_jobs
+            and found.due is Due.NOTHING
+            and await self._dependencies.recheck(dispatch.job_id)
+        ):
             return
         match found.due:
             case Due.TOTAL_OVER:
                 words = f"the total time given to the job is over{await self._why(dispatch)}"
                 failure = Failure(FailureKind.TOTAL_TIMEOUT, words)
-                ended = await self._failures.ended(dispatch, failure)
+                ended = await self._failures.end_job(dispatch, failure)
                 if ended is not None and dispatch.lease is not None:
-                    await self._commands.tell_to_stop(dispatch, Stop.CANCEL)
+                    await self._commands.send_stop(dispatch, Stop.CANCEL)
             case Due.DEADLINE_OVER:
                 words = f"the deadline passed before a worker was free{await self._why(dispatch)}"
-                await self._failures.ended(dispatch, Failure(FailureKind.DEADLINE_PASSED, words))
+                await self._failures.end_job(dispatch, Failure(FailureKind.DEADLINE_PASSED, words))
             case Due.STOP_OVERDUE:
-                await self._failures.stopped(dispatch, AtRevision(dispatch.revision), _UNCONFIRMED)
+                await self._failures.end_stopped(dispatch, AtRevision(dispatch.revision), _UNCONFIRMED)
             case Due.LEASE_OVER:
                 await self._expire(dispatch)
             case Due.NOTHING | Due.DEADLINE_FLAGGED:
@@ -249,14 +250,14 @@ class Sweeper:
         assert dispatch.lease is not None
         guard = AtRevision(dispatch.revision)
         if not dispatch.lease.is_acknowledged:
-            await self._failures.released(dispatch, guard, "the lease was never acknowledged")
+            await self._failures.release(dispatch, guard, "the lease was never acknowledged")
             return
         if dispatch.stop is not None:
-            await self._failures.stopped(dispatch, guard, _UNCONFIRMED)
+            await self._failures.end_stopped(dispatch, guard, _UNCONFIRMED)
             return
         worker_id = dispatch.lease.worker_id
-        failure = Failure(FailureKind.LEASE_EXPIRED, f"worker {worker_id} stopped sending heartbeats")
-        await self._failures.failed(dispatch, guard, failure)
+        failure = Failure(FailureKind.LEASE_EXPIRED, f"no heartbeat of worker {worker_id} arrived in time")
+        await self._failures.fail(dispatch, guard, failure)
 
     async def _end_blocks(self) -> None:
         for block in await self._context.store.expired_blocks():
@@ -279,12 +280,12 @@ class Sweeper:
                 continue
             if await fleet.quarantine(worker.worker_id, None) is None:
                 continue
-            self._context.tell("released", worker.worker_id)
+            self._context.publish_fleet_event("released", worker.worker_id)
             self._matcher.worker_freed(worker.worker_id)
 
     async def _end_holds(self) -> None:
         """The store ends holds by itself; waiting polls must look again."""
-        ended_at, self._hold_end = self._hold_end, await self._context.store.shares.next_hold_end()
+        ended_at, self._hold_end = self._hold_end, await self._context.store.fair_share.next_hold_end()
         if ended_at is not None and ended_at != self._hold_end:
             self._matcher.everything_changed()
         # An operator lifts holds without an end.
@@ -322,7 +323,7 @@ class Sweeper:
         fleet, forgotten = self._context.fleet, 0
         old = [each for each in fleet.workers.values() if each.is_offline and each.last_seen_at < before]
         for worker in old[:_FORGET_BATCH]:
-            newest = await fleet.newest(worker.worker_id)
+            newest = await fleet.stored_worker(worker.worker_id)
             if newest is not None and newest.is_offline and newest.last_seen_at < before:
                 await self._workers.remove(worker.worker_id)
             forgotten += 1
@@ -335,50 +336,3 @@ class Sweeper:
         self._is_closed = True
         await self._poison_workflows.close()
         await stop(self._timer, self._running, *self._attending.values())
-
-
-_PAUSE_S = 0.1
-"""Pause between two turns, so that one turn calls several clients."""
-
-
-class Rechecks:
-    def __init__(self, clock: Clock, every_s: float) -> None:
-        self._clock = clock
-        self._every_s = every_s
-        self._due: dict[object, tuple[float, Callable[[], None]]] = {}
-        """In due order, as all wait equally long."""
-        self._timer: Timer | None = None
-        self._is_closed = False
-
-    @contextmanager
-    def calling(self, look: Callable[[], None]) -> Iterator[None]:
-        """Calls `look` every few seconds inside this context."""
-        waiting = object()
-        self._due[waiting] = (self._clock.monotonic() + self._every_s, look)
-        self._arm()
-        try:
-            yield
-        finally:
-            self._due.pop(waiting, None)
-
-    def _arm(self) -> None:
-        if self._timer is None and self._due and not self._is_closed:
-            first, _ = next(iter(self._due.values()))
-            wait_s = max(first - self._clock.monotonic(), _PAUSE_S)
-            self._timer = self._clock.call_at(self._clock.now() + wait_s, self._fire)
-
-    def _fire(self) -> None:
-        self._timer = None
-        now = self._clock.monotonic()
-        for waiting, (due_at, look) in list(self._due.items()):
-            if due_at > now:
-                break
-            del self._due[waiting]
-            self._due[waiting] = (now + self._every_s, look)
-            look()
-        self._arm()
-
-    def close(self) -> None:
-        self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()

@@ -43,7 +43,7 @@ class StoreClock:
         self._is_shared = is_shared
         self._began = clock.now() - clock.monotonic()
 
-    def heard(self, now: float) -> None:
+    def set_store_time(self, now: float) -> None:
         """Sets the store's time. Before, the machine's time counts."""
         self._began = now - self._clock.monotonic()
 

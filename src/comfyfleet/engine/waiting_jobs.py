@@ -18,7 +18,7 @@ from comfyfleet.engine.context import EngineContext, best_effort, stop
 from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
-from comfyfleet.engine.placement import narrowed, nearest_lacks
+from comfyfleet.engine.placement import closest_worker, narrowed
 from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Phase, Write
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.fact import FactKind
@@ -29,9 +29,9 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.model.workflow import read_needs
 from comfyfleet.policy.feasibility import names_missing
-from comfyfleet.policy.terms import check_kept, judged_again, under_new_terms
+from comfyfleet.policy.terms import check_within_terms, class_under_terms, under_new_terms
 from comfyfleet.policy.timers import fails_at, failure_of
-from comfyfleet.ports import Timer
+from comfyfleet.ports import RecordQuery, Timer
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class WaitingJobReview:
         self._matcher = matcher
         self._failures = failures
 
-    async def judge_again(self, job_id: JobId, tenant: Tenant) -> None:
+    async def reapply_terms(self, job_id: JobId, tenant: Tenant) -> None:
         """Applies the tenant's present terms to a waiting job, or fails it if it breaks them. A running job
         goes on; if it returns, the present terms limit its priority."""
         while True:
@@ -59,18 +59,18 @@ class WaitingJobReview:
         context = self._context
         if dispatch.phase is Phase.QUEUED:
             try:
-                check_kept(job.payload, tenant)
+                check_within_terms(job.payload, tenant)
             except Refusal as refusal:
                 why = f"the terms of tenant {tenant.tenant_id!r} changed after the submission: {refusal.message}"
                 failure = Failure(FailureKind.INVALID_WORKFLOW, why)
-                return await self._failures.ended(dispatch, failure) is not None
+                return await self._failures.end_job(dispatch, failure) is not None
         now = await context.store.now()
         change = under_new_terms(dispatch, job, tenant, now, context.rules)
         if dispatch.phase is Phase.QUEUED:
             for name in ("class_key", "relaxed_class"):
                 key = getattr(dispatch, name)
                 cls = None if key is None else await context.fleet.find_class(key)
-                if cls is not None and (again := judged_again(cls, job.payload, tenant)) != cls:
+                if cls is not None and (again := class_under_terms(cls, job.payload, tenant)) != cls:
                     key = await context.fleet.ensure_class(again)
                     change = msgspec.structs.replace(change, **{name: key})
         if change.apply(dispatch) == msgspec.structs.replace(dispatch, revision=dispatch.revision + 1):
@@ -110,14 +110,14 @@ class WaitingJobReview:
             if at is None or at > now:
                 return False
         failure = failure_of(after_s, self._lacking(dispatch))
-        return await self._failures.ended(dispatch, failure) is not None
+        return await self._failures.end_job(dispatch, failure) is not None
 
     def _lacking(self, dispatch: Dispatch) -> str | None:
         """What the nearest known worker lacks."""
         fleet, cls = self._context.fleet, self._context.fleet.classes.get(dispatch.class_key)
         if cls is None:
             return None
-        nearest = nearest_lacks(self._context, cls, dispatch.tenant, fleet.workers.values())
+        nearest = closest_worker(self._context, cls, dispatch.tenant, fleet.workers.values())
         return None if nearest is None else f"{nearest[0]} " + "; ".join(nearest[1])
 
 
@@ -135,7 +135,7 @@ class UnrunnableJobs:
 
     def is_unrunnable(self, dispatch: Dispatch) -> bool:
         """Whether no present worker fits. Blocks end by themselves and do not count."""
-        if dispatch.phase is not Phase.QUEUED or dispatch.is_held:
+        if dispatch.phase is not Phase.QUEUED or dispatch.awaits_jobs:
             return False
         fleet = self._context.fleet
         keys = [key for key in (dispatch.class_key, dispatch.relaxed_class) if key is not None]
@@ -145,7 +145,7 @@ class UnrunnableJobs:
     async def among(self, jobs: Sequence[Job]) -> set[JobId]:
         context = self._context
         if context.store.is_shared:
-            await context.fleet.freshen(context.rules.round_s)
+            await context.fleet.refresh(context.rules.round_s)
         found = await context.store.load_many([job.job_id for job in jobs])
         return {each.job_id for each in found if each is not None and self.is_unrunnable(each)}
 
@@ -167,7 +167,7 @@ class UnrunnableJobs:
         after = None
         for _ in range(MAX_COUNTED // _PAGE):
             page = await self._context.store.records.listing(
-                tenant=None, phase=Phase.QUEUED, limit=_PAGE, after=after
+                RecordQuery(phase=Phase.QUEUED, limit=_PAGE, after=after)
             )
             for job_id in await self.among(page):
                 yield job_id

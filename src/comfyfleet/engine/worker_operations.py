@@ -83,12 +83,12 @@ class WorkerOperations:
         record, before = await context.fleet.put(call, now, context.rules.worker_lost_s)
         if record.is_offline:
             if before is None or not before.is_offline:
-                self._matcher.dismiss(call.worker_id)
-                context.tell("offline", call.worker_id, reason=call.offline_reason)
+                self._matcher.cancel_polls(call.worker_id)
+                context.publish_fleet_event("offline", call.worker_id, reason=call.offline_reason)
             return record
-        await self._catalogs.tidy_after(before, record)
+        await self._catalogs.clean_up_after(before, record)
         if before is None or before.is_offline:
-            context.tell("online", call.worker_id)
+            context.publish_fleet_event("online", call.worker_id)
         if record.connected_at == now:
             # A new connection: another engine may have delivered the old commands.
             self._commands.take(call.worker_id)
@@ -101,7 +101,8 @@ class WorkerOperations:
 
     async def unregister(self, worker_id: WorkerId, reason: str, *, is_lost: bool = False) -> None:
         """Gives the worker no jobs until it registers again. It still reports its running jobs."""
-        reason, was_offline = reason[:_MAX_REASON], False
+        # Agents send "drain"; people read why the worker is offline.
+        reason, was_offline = "drained" if reason == "drain" else reason[:_MAX_REASON], False
 
         def gone(worker: WorkerRecord) -> WorkerRecord | None:
             nonlocal was_offline
@@ -120,23 +121,25 @@ class WorkerOperations:
 
         if await self._context.fleet.change(worker_id, gone) is None or was_offline:
             return
-        self._matcher.dismiss(worker_id)
-        self._context.tell("offline", worker_id, reason=reason, **({"is_lost": True} if is_lost else {}))
+        self._matcher.cancel_polls(worker_id)
+        self._context.publish_fleet_event(
+            "offline", worker_id, reason=reason, **({"is_lost": True} if is_lost else {})
+        )
 
-    async def remove(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
-        """`is_kept_out`: the worker cannot register again until an operator readmits it."""
-        if is_kept_out:
+    async def remove(self, worker_id: WorkerId, *, is_banned: bool = False) -> None:
+        """`is_banned`: the worker cannot register again until an operator readmits it."""
+        if is_banned:
             # First, because the agent notices its removal at once and registers again.
-            newest = await self._context.fleet.newest(worker_id)
-            await commands.keep_out(self._context.store.documents, worker_id, newest)
-        self._matcher.dismiss(worker_id)
+            newest = await self._context.fleet.stored_worker(worker_id)
+            await commands.ban_worker(self._context.store.documents, worker_id, newest)
+        self._matcher.cancel_polls(worker_id)
         # Before the rest: a returning worker sends its catalog again.
         await self._catalogs.forget(worker_id)
         for block in await self._context.store.blocks(worker_id):
             await self._context.store.lift([block.pair])
         await self._context.fleet.remove(worker_id)
         # Once more, because a poll may have come in meanwhile.
-        self._matcher.dismiss(worker_id)
+        self._matcher.cancel_polls(worker_id)
         self._commands.dismiss(worker_id)
 
     async def set_flags(
@@ -194,7 +197,7 @@ class WorkerOperations:
         try:
             await self._matcher.park(slot)
             if call.wait_s <= 0:
-                await self._matcher.looked_for(slot)
+                await self._matcher.wait_for_pass(slot)
             elif not slot.answer.done():
                 # Checked first, because a wait costs a timer and a turn of the loop.
                 await asyncio.wait((slot.answer,), timeout=call.wait_s)
@@ -202,7 +205,7 @@ class WorkerOperations:
             slot.answer.cancel()
             raise
         finally:
-            self._matcher.leave(slot)
+            self._matcher.unpark(slot)
         # The worker was here while its poll was parked.
         await self._seen(call.worker_id)
         if slot.answer.cancel():
@@ -216,7 +219,7 @@ class WorkerOperations:
         lease = None if held is None else held.lease
         token = None if slot.offer is None else slot.offer.token
         if held is not None and lease is not None and lease.token == token and not lease.is_acknowledged:
-            await self._context.give_back(held)
+            await self._context.requeue_undelivered(held)
 
     async def _leased_job(self, dispatch: Dispatch, job: Job | None = None) -> LeasedJob | None:
         """None: nobody can run the job, and it has failed. `job`: its record, if it was read already."""
@@ -226,11 +229,11 @@ class WorkerOperations:
         payload = job.payload
         if job.unreadable is not None:
             failure = Failure(FailureKind.UNREADABLE, f"the job can no longer be read: {job.unreadable}")
-            await self._failures.ended(dispatch, failure)
+            await self._failures.end_job(dispatch, failure)
             return None
         if in_payload(payload) is not None:
             # Another process has the key, so the job can still run.
-            await self._context.give_back(dispatch)
+            await self._context.requeue_undelivered(dispatch)
             raise Fault(
                 "the jobs of this fleet are encrypted and this process has no key: configure [encryption]"
             )
@@ -270,6 +273,14 @@ class WorkerOperations:
         return next((each.signature for each in services if each.name == service), None)
 
     # running jobs
+
+    async def extend_leases(self) -> None:
+        """Gives each lease one lease time from now. Only for a store that was closed: meanwhile no worker could
+        renew its lease, and nobody could lease the job to another. Leases that were never acknowledged stay."""
+        context = self._context
+        held = await context.store.leases_of(*context.fleet.workers)
+        refs = [each.lease_ref() for each in held if each.lease is not None and each.lease.is_acknowledged]
+        await context.store.heartbeat(refs, context.rules.lease_ttl_s)
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         context = self._context
@@ -418,7 +429,7 @@ class WorkerOperations:
                 settled = await self.release(Release(call.ref, "cancelled"))
                 await self._failures.on_late_death(call)
                 return settled
-            after = await self._failures.failed(dispatch, AtRevision(dispatch.revision), call.failure)
+            after = await self._failures.fail(dispatch, AtRevision(dispatch.revision), call.failure)
             if after is not None:
                 return ReportReply(after.phase, will_retry=after.phase is Phase.QUEUED)
         await self._failures.on_late_death(call)
@@ -427,7 +438,7 @@ class WorkerOperations:
     async def release(self, call: Release) -> ReportReply:
         ref = call.ref
         while (dispatch := await self._held(ref)) is not None:
-            after = await self._failures.released(dispatch, AtRevision(dispatch.revision), call.reason)
+            after = await self._failures.release(dispatch, AtRevision(dispatch.revision), call.reason)
             if after is not None:
                 return ReportReply(after.phase, will_retry=after.phase is Phase.QUEUED)
         return await self._too_late(ref, AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED)
@@ -464,18 +475,20 @@ class WorkerOperations:
         return worker
 
     async def _seen(self, worker_id: WorkerId) -> None:
-        await self._context.fleet.note_seen(worker_id, self._context.clock.now())
+        await self._context.fleet.record_seen(worker_id, self._context.clock.now())
 
     async def _remember_run(self, dispatch: Dispatch, worker_id: WorkerId, seconds: float) -> None:
         context = self._context
         worker = context.fleet.workers.get(worker_id)
         if worker is None:
             return
-        await context.learn(of_run(dispatch.workflow_hash, worker.capabilities.worker_class, seconds))
+        await context.add_workflow_stats(
+            of_run(dispatch.workflow_hash, worker.capabilities.worker_class, seconds)
+        )
         cls = context.fleet.classes.get(dispatch.class_key)
         models = () if cls is None else cls.requirements.models
         warm = warmed(worker.live, models, dispatch.workflow_hash)
-        await context.fleet.note_run(worker_id, seconds, warm)
+        await context.fleet.record_run(worker_id, seconds, warm)
 
 
 def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, ...]:

@@ -14,18 +14,15 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 from comfyfleet import private_files
-from comfyfleet.files.record_store import DocumentsOf
 from comfyfleet.files.records import (
-    GRANT_S,
-    KEEP_S,
-    MAX_FILE_BYTES,
     FileRecords,
+    FileStoreOptions,
     check_is,
     check_is_open,
-    gone,
+    file_not_found,
     in_one_piece,
     is_file_id,
     made_at,
@@ -46,18 +43,9 @@ _FOLDERS_AT_A_TIME = 16
 
 class LocalFileStore(FileRecords):
     def __init__(
-        self,
-        folder: Path,
-        documents: DocumentStore,
-        clock: Clock,
-        *,
-        max_bytes: int = MAX_FILE_BYTES,
-        grant_s: float = GRANT_S,
-        keep_s: float = KEEP_S,
-        documents_of: DocumentsOf | None = None,
-        tenant_bytes: int | None = None,
+        self, folder: Path, documents: DocumentStore, clock: Clock, **options: Unpack[FileStoreOptions]
     ) -> None:
-        super().__init__(documents, clock, max_bytes, grant_s, keep_s, documents_of, tenant_bytes)
+        super().__init__(documents, clock, **options)
         self._folder = folder
         self._key: bytes | None = None
         self._next_folder = 0
@@ -67,7 +55,7 @@ class LocalFileStore(FileRecords):
         if record.received_at is None:
             raise Refusal(RefusalCode.WRONG_PHASE, "the file has not been received: PUT it to its link first")
         if not self.path(record).is_file():
-            raise elsewhere(record)
+            raise not_in_folder(record)
         return await self._change(file_id, is_complete=True)
 
     # deletion
@@ -156,7 +144,7 @@ class LocalFileStore(FileRecords):
         partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
         try:
             if record.size is None:
-                async with aclosing(self.arriving(record.tenant, pieces)) as accepted:
+                async with aclosing(self.metered(record.tenant, pieces)) as accepted:
                     size, digest = await self._write(partial, accepted, self._max_bytes)
             else:
                 size, digest = await self._write(partial, pieces, self._bound(record))
@@ -169,7 +157,7 @@ class LocalFileStore(FileRecords):
             if await self.get(record.file_id, record.tenant) is None:
                 # Deleted meanwhile, before there was a file to delete.
                 await self._erase(received)
-                raise gone(record.file_id)
+                raise file_not_found(record.file_id)
         except OSError as error:
             raise Fault(f"cannot write the file: {error}. Make room on the hub's disk") from error
         finally:
@@ -201,7 +189,7 @@ class LocalFileStore(FileRecords):
             finally:
                 file.close()
         except FileNotFoundError:
-            raise elsewhere(record) from None
+            raise not_in_folder(record) from None
         except OSError as error:
             raise Fault(f"cannot read the file {record.file_id!r}: {error}") from error
 
@@ -221,7 +209,7 @@ class LocalFileStore(FileRecords):
         return size, digest.hexdigest()
 
 
-def elsewhere(record: FileRecord) -> Refusal:
+def not_in_folder(record: FileRecord) -> Refusal:
     return Refusal(
         RefusalCode.NOT_FOUND,
         f"the file {record.file_id!r} is not in this hub's folder: another hub received it into another folder, or "

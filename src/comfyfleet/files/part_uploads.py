@@ -10,7 +10,7 @@ import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 from comfyfleet.files.record_store import FileRecordStore
-from comfyfleet.files.records import check_is_open, gone, in_one_piece
+from comfyfleet.files.records import check_is_open, file_not_found, in_one_piece
 from comfyfleet.files.s3_storage import S3Multipart, StorageRefused, UploadedPart, part_headers
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileGrant, FileRecord, PartPlan
@@ -49,7 +49,7 @@ class PartUploads:
                 RefusalCode.INVALID_REQUEST, f"this file has {plan.count} parts; there is no part {wrong[0]}"
             )
         upload = record.upload or await self._begin(record, key)
-        await self._records.note_parts(record, digests)
+        await self._records.save_parts(record, digests)
         found = []
         for number, digest in digests.items():
             headers = part_headers(plan.length(number, record.size), _encoded(bytes.fromhex(digest)))
@@ -65,12 +65,12 @@ class PartUploads:
         )
         if changed is not None and changed.upload is not None:
             if changed.upload != upload:
-                await self._multipart.give_up(key, upload)
+                await self._multipart.abort(key, upload)
             return changed.upload
-        await self._multipart.give_up(key, upload)
-        raise gone(record.file_id)
+        await self._multipart.abort(key, upload)
+        raise file_not_found(record.file_id)
 
-    async def put_together(self, record: FileRecord, key: str) -> None:
+    async def complete(self, record: FileRecord, key: str) -> None:
         """Refused unless every part has been received."""
         plan = self.plan(record)
         assert plan is not None and record.upload is not None and record.size is not None
@@ -86,7 +86,7 @@ class PartUploads:
                 RefusalCode.WRONG_PHASE,
                 f"{received} of {plan.count} parts have been received: PUT the others to their links first",
             )
-        noted = await self._records.noted_parts(record)
+        noted = await self._records.load_parts(record)
         described = [
             part._replace(checksum=part.checksum or _encoded(noted[part.number]))
             for part in parts
@@ -96,7 +96,7 @@ class PartUploads:
 
     async def _assemble(self, key: str, upload: str, parts: list[UploadedPart]) -> None:
         try:
-            await self._multipart.put_together(key, upload, parts)
+            await self._multipart.complete(key, upload, parts)
         except StorageRefused as refused:
             if refused.code == TAKEN:
                 return
@@ -121,17 +121,17 @@ class PartUploads:
             # Read on: the pieces raise an error if there are too many.
             async for _ in reader.take(1):
                 pass
-            await self._multipart.put_together(key, upload, await self._multipart.parts(key, upload) or [])
+            await self._multipart.complete(key, upload, await self._multipart.parts(key, upload) or [])
         except BaseException:
-            await self._multipart.give_up(key, upload)
+            await self._multipart.abort(key, upload)
             raise
 
     async def forget(self, record: FileRecord, key: str) -> None:
         """Aborts the upload and removes the noted parts."""
         if record.upload is not None:
-            await self._multipart.give_up(key, record.upload)
+            await self._multipart.abort(key, record.upload)
         if self.plan(record) is not None:
-            await self._records.forget_parts(record)
+            await self._records.remove_parts(record)
 
 
 class _PieceReader:

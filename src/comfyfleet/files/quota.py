@@ -13,13 +13,15 @@ from hashlib import sha256
 
 import msgspec
 
-from comfyfleet.files.record_store import FileRecordStore, documents_under
+from comfyfleet.files.record_store import FileRecordStore
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
+from comfyfleet.paginator import documents_in
 from comfyfleet.ports import Clock
 
 COLLECTION = "files_of"
+_PAGE = 500
 _REMEMBER_S = 60.0
 _MAX_REMEMBERED = 10_000
 
@@ -48,7 +50,7 @@ class StorageQuota:
             # At once, so simultaneous uploads cannot use the same bytes.
             known.size += size
 
-    async def arriving(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    async def metered(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Passes on pieces of a file of unknown size and counts them until the upload ends."""
         size = 0
         try:
@@ -106,7 +108,7 @@ class StorageQuota:
 
     async def _counted(self, tenant: TenantId) -> int:
         documents = await self._records.documents(tenant)
-        entries = documents_under(documents, COLLECTION, _beginning(tenant))
+        entries = documents_in(documents, COLLECTION, _beginning(tenant), _PAGE)
         return sum([int(each.body) async for each in entries])
 
 

@@ -1,19 +1,21 @@
 """File records in the central document store or in the tenant's database, and the lineage of files.
 
 For a record in a tenant database, the central store has a *stub* with id, tenant and attempt. It is written
-before the record and removed after it, so a file can be found by its id alone.
+before the record and removed after it, so a file can be found by its id alone. A lost stub is written again
+as soon as somebody who knows the tenant asks for the file or lists it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 
 import msgspec
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.file import FilePage, FileRecord
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Document, DocumentStore
+from comfyfleet.paginator import documents_in
+from comfyfleet.ports import DocumentStore
 
 COLLECTION = "files"
 _PARTS = "file_parts"
@@ -42,7 +44,8 @@ class FileRecordStore:
             raise _taken()
 
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
-        """With `tenant`, finds a record whose stub is lost, and reads no other tenant's database."""
+        """With `tenant`, finds a record whose stub is lost, writes the stub again, and reads no other
+        tenant's database."""
         found = await _get(self._central, file_id)
         if found is not None and not found.has_tenant_database:
             return found
@@ -50,9 +53,19 @@ class FileRecordStore:
         if owner is None or (tenant is not None and owner != tenant):
             return None
         documents = await self.documents(owner)
-        return None if documents is self._central else await _get(documents, file_id)
+        record = None if documents is self._central else await _get(documents, file_id)
+        if found is None and record is not None:
+            await _put(self._central, _stub(record), 0)
+        return record
 
-    async def whole(self, record: FileRecord) -> FileRecord:
+    async def restore_stubs(self, page: list[FileRecord], tenant: TenantId) -> None:
+        """Writes the lost stubs of a page from the tenant's database: links find a file by its stub."""
+        if await self.documents(tenant) is not self._central:
+            for record in page:
+                if await self._central.get(COLLECTION, record.file_id) is None:
+                    await _put(self._central, _stub(record), 0)
+
+    async def resolve_stub(self, record: FileRecord) -> FileRecord:
         """The record of a stub, or the stub while the tenant database is unreachable."""
         try:
             return await self.get(record.file_id) or record if record.has_tenant_database else record
@@ -105,42 +118,27 @@ class FileRecordStore:
 
     # parts of unfinished uploads
 
-    async def note_parts(self, record: FileRecord, digests: Mapping[int, str]) -> None:
+    async def save_parts(self, record: FileRecord, digests: Mapping[int, str]) -> None:
         documents = await self.documents(record.tenant)
         for number, digest in digests.items():
             name = f"{record.file_id}/{number:05}"
             await documents.put(_PARTS, name, bytes.fromhex(digest), version=None)
 
-    async def noted_parts(self, record: FileRecord) -> dict[int, bytes]:
+    async def load_parts(self, record: FileRecord) -> dict[int, bytes]:
         """The last announced SHA-256 of each part."""
         documents, beginning = await self.documents(record.tenant), f"{record.file_id}/"
-        parts = documents_under(documents, _PARTS, beginning)
+        parts = documents_in(documents, _PARTS, beginning, _PAGE)
         return {int(each.name.removeprefix(beginning)): each.body async for each in parts}
 
-    async def forget_parts(self, record: FileRecord) -> None:
+    async def remove_parts(self, record: FileRecord) -> None:
         documents = await self.documents(record.tenant)
-        for number in await self.noted_parts(record):
+        for number in await self.load_parts(record):
             await documents.remove(_PARTS, f"{record.file_id}/{number:05}")
 
     async def page(self, after: str, limit: int, tenant: TenantId | None = None) -> list[FileRecord]:
         """The oldest first: all files (some as stubs), or those in the document store of this tenant."""
         documents = self._central if tenant is None else await self.documents(tenant)
         return [_records.decode(each.body) for each in await documents.listing(COLLECTION, after, limit)]
-
-
-async def documents_under(
-    documents: DocumentStore, collection: str, beginning: str
-) -> AsyncIterator[Document]:
-    """All documents whose name starts with `beginning`."""
-    after = beginning
-    while page := await documents.listing(collection, after, _PAGE):
-        for document in page:
-            if not document.name.startswith(beginning):
-                return
-            yield document
-        if len(page) < _PAGE:
-            return
-        after = page[-1].name
 
 
 def _stub(record: FileRecord) -> FileRecord:

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Unpack
+from typing import TypedDict, Unpack
 
 from comfyfleet.files.quota import StorageQuota
 from comfyfleet.files.record_store import DocumentsOf, FileRecordStore, Lineage
@@ -34,6 +34,15 @@ _PRUNE_EVERY_S = 60.0
 _ID = re.compile(r"f_([0-9a-f]{12})[0-9a-f]{20}")
 
 
+class FileStoreOptions(TypedDict, total=False):
+    max_bytes: int
+    grant_s: float
+    keep_s: float
+    documents_of: DocumentsOf | None
+    tenant_bytes: int | None
+    """The quota of one tenant. None: no quota."""
+
+
 class FileRecords:
     """The part of `FileStore` that `LocalFileStore` and `S3FileStore` share."""
 
@@ -41,13 +50,13 @@ class FileRecords:
         self,
         documents: DocumentStore,
         clock: Clock,
-        max_bytes: int,
-        grant_s: float,
-        keep_s: float,
-        documents_of: DocumentsOf | None,
-        tenant_bytes: int | None,
+        *,
+        max_bytes: int = MAX_FILE_BYTES,
+        grant_s: float = GRANT_S,
+        keep_s: float = KEEP_S,
+        documents_of: DocumentsOf | None = None,
+        tenant_bytes: int | None = None,
     ) -> None:
-        """`tenant_bytes`: the quota of one tenant. None: no quota."""
         self._documents = documents
         self._records = FileRecordStore(documents, documents_of)
         self._lineage = Lineage(self._records)
@@ -83,19 +92,21 @@ class FileRecords:
     async def listing(self, after: str, limit: int, tenant: TenantId | None = None) -> FilePage:
         """The oldest first; `tenant` None: of all tenants."""
         page = await self._records.page(after, limit, tenant)
-        found = [await self._records.whole(each) for each in page if tenant in (None, each.tenant)]
+        if tenant is not None:
+            await self._records.restore_stubs(page, tenant)
+        found = [await self._records.resolve_stub(each) for each in page if tenant in (None, each.tenant)]
         return FilePage(found, page[-1].file_id if len(page) == limit else None)
 
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
         return await self._records.get(file_id, tenant) if is_file_id(file_id) else None
 
-    def is_old(self, record: FileRecord) -> bool:
+    def is_expired(self, record: FileRecord) -> bool:
         return self._clock.now() - record.created_at >= self._keep_s
 
     async def _known(self, file_id: str) -> FileRecord:
         record = await self.get(file_id)
         if record is None:
-            raise gone(file_id)
+            raise file_not_found(file_id)
         return record
 
     async def _change(
@@ -103,7 +114,7 @@ class FileRecords:
     ) -> FileRecord:
         record = await self._records.change(file_id, check, fields=fields)
         if record is None:
-            raise gone(file_id)
+            raise file_not_found(file_id)
         return record
 
     async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None:
@@ -121,7 +132,7 @@ class FileRecords:
 
     # deletion
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         """Deletes expired files. The hub calls this from time to time."""
         self._pruned_at = self._clock.now()
         await self._tidy(PAGES)
@@ -190,10 +201,10 @@ class FileRecords:
     def _bound(self, record: FileRecord) -> int:
         return self._max_bytes if record.size is None else min(record.size, self._max_bytes)
 
-    async def arriving(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    async def metered(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Passes on the pieces of a file of unknown size, within the size limit and the quota."""
         size = 0
-        async with aclosing(self._quota.arriving(tenant, pieces)) as accepted:
+        async with aclosing(self._quota.metered(tenant, pieces)) as accepted:
             async for piece in accepted:
                 size += len(piece)
                 if size > self._max_bytes:
@@ -209,7 +220,7 @@ async def _never_in_use(_: str) -> bool:
     return False
 
 
-def gone(file_id: str) -> Refusal:
+def file_not_found(file_id: str) -> Refusal:
     return Refusal(RefusalCode.NOT_FOUND, f"there is no file {file_id!r} (any more)")
 
 

@@ -13,18 +13,14 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from types import TracebackType
 from typing import Literal, Self, Unpack
 from urllib.parse import quote, unquote
 
 from comfyfleet.files.part_uploads import PART_BYTES, TAKEN, PartUploads
-from comfyfleet.files.record_store import DocumentsOf
 from comfyfleet.files.records import (
-    GRANT_S,
-    KEEP_S,
-    MAX_FILE_BYTES,
     PAGE,
     FileRecords,
+    FileStoreOptions,
     already_received,
     check_is,
     check_is_open,
@@ -66,16 +62,12 @@ class S3FileStore(FileRecords):
         clock: Clock,
         *,
         prefix: str = "",
-        max_bytes: int = MAX_FILE_BYTES,
-        grant_s: float = GRANT_S,
-        keep_s: float = KEEP_S,
-        documents_of: DocumentsOf | None = None,
         part_bytes: int = PART_BYTES,
         max_put_bytes: int = MAX_PUT_BYTES,
         look_s: float = LOOK_S,
-        tenant_bytes: int | None = None,
+        **options: Unpack[FileStoreOptions],
     ) -> None:
-        super().__init__(documents, clock, max_bytes, grant_s, keep_s, documents_of, tenant_bytes)
+        super().__init__(documents, clock, **options)
         self._storage = S3Storage(bucket, credentials)
         self._multipart = S3Multipart(self._storage)
         self._uploads = PartUploads(self._multipart, self._records, part_bytes, max_put_bytes)
@@ -89,9 +81,7 @@ class S3FileStore(FileRecords):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -124,7 +114,9 @@ class S3FileStore(FileRecords):
         check = self._checks.get(file_id)
         if check is None:
             check = self._checks[file_id] = asyncio.create_task(self._check(file_id), name=f"check {file_id}")
-            check.add_done_callback(lambda done: self._checked(file_id, done))
+            check.add_done_callback(lambda _: self._checks.pop(file_id))
+            # Retrieve the exception, or asyncio logs it.
+            check.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait({check}, timeout=self._check_s)
         if not check.done():
             raise Refusal(
@@ -134,12 +126,6 @@ class S3FileStore(FileRecords):
             )
         return check.result()
 
-    def _checked(self, file_id: str, check: asyncio.Task[FileRecord]) -> None:
-        del self._checks[file_id]
-        if not check.cancelled():
-            # Retrieve the exception, or asyncio logs it.
-            check.exception()
-
     async def _check(self, file_id: str) -> FileRecord:
         """Compares size and SHA-256. Reads the whole file if the storage computes no SHA-256."""
         record = await self._known(file_id)
@@ -148,7 +134,7 @@ class S3FileStore(FileRecords):
         key = self._key(record)
         found = await self._storage.head(key)
         if found is None and record.upload is not None:
-            await self._uploads.put_together(record, key)
+            await self._uploads.complete(record, key)
             found = await self._storage.head(key)
         if found is None:
             raise Refusal(RefusalCode.WRONG_PHASE, "the file has not been received: PUT it to its link first")
@@ -282,7 +268,7 @@ class S3FileStore(FileRecords):
         self._next_upload = uploads[-1] if len(uploads) == PAGE else None
         for upload in uploads:
             if await self._is_orphan(upload.key):
-                await self._multipart.give_up(upload.key, upload.upload_id)
+                await self._multipart.abort(upload.key, upload.upload_id)
 
     async def _is_orphan(self, key: str) -> bool:
         file_id = key.rpartition("/")[2]

@@ -13,6 +13,7 @@ import hmac
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 from xml.etree import ElementTree
@@ -64,7 +65,6 @@ def presigned(
     credentials: S3Credentials,
     method: str,
     key: str,
-    *,
     now: float,
     expires_s: int,
     headers: Mapping[str, str] | None = None,
@@ -138,7 +138,8 @@ class StoredObject(msgspec.Struct, frozen=True):
 class S3Storage:
     def __init__(self, bucket: S3Bucket, credentials: S3Credentials) -> None:
         self.bucket = bucket
-        self._credentials = credentials
+        self.signed = partial(presigned, bucket, credentials)
+        """Makes presigned URLs for callers and workers."""
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -146,30 +147,9 @@ class S3Storage:
             await self._session.close()
             self._session = None
 
-    def signed(
-        self,
-        method: str,
-        key: str,
-        now: float,
-        expires_s: int,
-        headers: Mapping[str, str] | None = None,
-        query: Mapping[str, str] | None = None,
-    ) -> str:
-        """A presigned URL for a caller or worker."""
-        return presigned(
-            self.bucket,
-            self._credentials,
-            method,
-            key,
-            now=now,
-            expires_s=expires_s,
-            headers=headers,
-            query=query,
-        )
-
     async def head(self, key: str) -> StoredObject | None:
         try:
-            async with self.asked("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}) as response:
+            async with self.request("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}) as response:
                 return StoredObject(
                     int(response.headers["content-length"]), _digest(response.headers.get(CHECKSUM))
                 )
@@ -179,19 +159,25 @@ class S3Storage:
             raise
 
     async def read(self, key: str) -> AsyncGenerator[bytes, None]:
-        async with self.asked("GET", key, is_long=True) as response:
+        async with self.request("GET", key, is_long=True) as response:
             async for piece in response.content.iter_chunked(_PIECE):
                 yield piece
 
-    async def write(self, key: str, content: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+    async def write(
+        self,
+        key: str,
+        content: AsyncIterator[bytes],
+        headers: Mapping[str, str],
+        query: Mapping[str, str] | None = None,
+    ) -> None:
         """`headers` include the length; the storage refuses content that does not match them."""
-        async with self.asked("PUT", key, headers=headers, content=content, is_long=True):
+        async with self.request("PUT", key, headers=headers, query=query, content=content, is_long=True):
             pass
 
     async def remove(self, key: str, query: Mapping[str, str] | None = None) -> None:
         """Also succeeds if the object or upload does not exist."""
         try:
-            async with self.asked("DELETE", key, query=query):
+            async with self.request("DELETE", key, query=query):
                 pass
         except StorageRefused as refused:
             if refused.status != 404:
@@ -201,7 +187,7 @@ class S3Storage:
         query = {"list-type": "2", "prefix": prefix, "max-keys": str(limit)}
         if after:
             query["start-after"] = after
-        async with self.asked("GET", "", query=query) as response:
+        async with self.request("GET", "", query=query) as response:
             root = await self.read_xml(response)
         return [each.text for each in root.iterfind("{*}Contents/{*}Key") if each.text]
 
@@ -221,7 +207,7 @@ class S3Storage:
         return f"the storage at {self.bucket.endpoint}"
 
     @asynccontextmanager
-    async def asked(
+    async def request(
         self,
         method: str,
         key: str,
@@ -329,11 +315,7 @@ class S3Multipart:
         self, key: str, upload_id: str, number: int, content: AsyncIterator[bytes], size: int
     ) -> None:
         headers = {"content-length": str(size)}
-        query = _part_query(upload_id, number)
-        async with self._storage.asked(
-            "PUT", key, headers=headers, query=query, content=content, is_long=True
-        ):
-            pass
+        await self._storage.write(key, content, headers, _part_query(upload_id, number))
 
     async def parts(self, key: str, upload_id: str) -> list[UploadedPart] | None:
         """In order. None: there is no such upload."""
@@ -365,7 +347,7 @@ class S3Multipart:
                 return found
             after = page[-1].number
 
-    async def put_together(self, key: str, upload_id: str, parts: list[UploadedPart]) -> None:
+    async def complete(self, key: str, upload_id: str, parts: list[UploadedPart]) -> None:
         """Refused if the object exists already."""
         content = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(part.etag)}</ETag>"
@@ -380,7 +362,7 @@ class S3Multipart:
         headers = {"content-type": "application/xml", "if-none-match": "*"}
         await self._request("POST", key, {"uploadId": upload_id}, headers, body)
 
-    async def give_up(self, key: str, upload_id: str) -> None:
+    async def abort(self, key: str, upload_id: str) -> None:
         await self._storage.remove(key, {"uploadId": upload_id})
 
     async def uploads(self, prefix: str, after: MultipartUpload | None, limit: int) -> list[MultipartUpload]:
@@ -402,7 +384,7 @@ class S3Multipart:
         headers: Mapping[str, str] | None = None,
         content: bytes | None = None,
     ) -> ElementTree.Element:
-        async with self._storage.asked(
+        async with self._storage.request(
             method, key, headers=headers, query=query, content=content, is_long=True
         ) as response:
             root = await self._storage.read_xml(response)

@@ -47,14 +47,10 @@ class Thumbnails:
                 )
             making = asyncio.create_task(self._make(record, size), name=f"thumbnail of {record.file_id}")
             self._making[record.file_id, size] = making
-            making.add_done_callback(lambda done: self._made(record.file_id, size, done))
-        return await asyncio.shield(making)
-
-    def _made(self, file_id: str, size: int, making: asyncio.Task[FileRecord]) -> None:
-        del self._making[file_id, size]
-        if not making.cancelled():
+            making.add_done_callback(lambda _: self._making.pop((record.file_id, size)))
             # Retrieve the exception, or asyncio logs it.
-            making.exception()
+            making.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(making)
 
     async def _make(self, record: FileRecord, size: int) -> FileRecord:
         if not record.is_complete:

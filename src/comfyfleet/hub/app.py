@@ -22,11 +22,11 @@ from comfyfleet.hub.health import HealthHandlers, version_here
 from comfyfleet.hub.http.body import LargeBodies
 from comfyfleet.hub.http.credentials import Authenticator, RevocationWatch, WorkersByKey
 from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits
-from comfyfleet.hub.http.pipeline import Handler, RequestPipeline
+from comfyfleet.hub.http.pipeline import RequestPipeline, handlers_in
 from comfyfleet.hub.http.proxies import TrustedProxies
 from comfyfleet.hub.jobs import DeleteHandlers, JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
-from comfyfleet.hub.maintenance import BackgroundJob, HubMaintenance
+from comfyfleet.hub.maintenance import HubMaintenance
 from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.pages import PageHandlers
 from comfyfleet.hub.streams.fleet_feed import FleetFeed
@@ -40,7 +40,7 @@ from comfyfleet.hub.webhooks.dispatcher import WebhookDispatcher
 from comfyfleet.hub.webhooks.handlers import WebhookHandlers
 from comfyfleet.hub.webhooks.sender import PendingDeliveries, WebhookSender
 from comfyfleet.hub.websocket.sessions import LegacyWebsocket, WebSocketServer
-from comfyfleet.hub.workers import WorkerHandlers
+from comfyfleet.hub.worker_protocol import WorkerHandlers
 from comfyfleet.model.ids import TenantId
 from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.rules import DAY_S, Retention
@@ -52,6 +52,7 @@ from comfyfleet.tenancy.services import TenantServices
 from comfyfleet.tenancy.terms import FairShareSync, TermsReview
 from comfyfleet.tenancy.webhook_outbox import WebhookOutbox
 from comfyfleet.tenancy.webhooks import Webhooks
+from comfyfleet.tracing import BackgroundJob
 from comfyfleet.wire.routes import ROUTES
 
 
@@ -92,9 +93,9 @@ class Hub:
         self.limits = limits or HubLimits()
         self._is_stopping = False
         self._channels, self._fleet = JobChannels(engine), FleetFeed(engine)
-        self.places = connection_limits = ConnectionLimits(self.limits)
+        self.connection_limits = connection_limits = ConnectionLimits(self.limits)
         metrics = Metrics(connection_limits, version_here())
-        engine.measured_by(metrics.wrote)
+        engine.on_write(metrics.record_write)
         self._streams = StreamHandlers(
             engine, self._channels, self._fleet, connection_limits, self.limits.beat_s
         )
@@ -112,56 +113,61 @@ class Hub:
         keyed = WorkersByKey(engine, self.keys)
         key_watch = RevocationWatch(self.keys, connection_limits, keyed, self.limits.beat_s)
         tenant_services = tenant_services or TenantServices(engine.store, clock, {})
-        tenants, pools = tenant_services.tenants, tenant_services.pools
+        tenants, databases = tenant_services.tenants, tenant_services.databases
         cleanups = {
-            "audit log entries": self.audit.tidy,
-            "tenant records": tenant_services.forgetting.tidy,
-            "worker notes": self._worker_log.tidy,
+            "audit log entries": self.audit.clean_up,
+            "tenant records": tenant_services.retention.clean_up,
+            "worker notes": self._worker_log.clean_up,
         }
         if assets is not None:
-            cleanups["files"] = assets.tidy
+            cleanups["files"] = assets.clean_up
         self.maintenance = HubMaintenance(cleanups)
-        shares = FairShareSync(engine.store.shares)
-        engine.judged_by(
-            TermsAdmission(tenants, pools, documents, engine.clock, is_shared=engine.store.is_shared)
+        shares = FairShareSync(engine.store.fair_share)
+        engine.set_admission_control(
+            TermsAdmission(tenants, databases, documents, engine.clock, is_shared=engine.reader.is_shared)
         )
-        engine.suspends_by(TenantSuspension(tenants, shares, self.audit).suspend)
+        engine.set_tenant_suspension(TenantSuspension(tenants, shares, self.audit).suspend)
         resources = TenantResources(
             cancel=engine.cancel,
             revoked=partial(_end_key, credentials, connection_limits),
             erase_files=None if assets is None else assets.forget_tenant,
-            shred=shred,
+            crypto_shred=shred,
         )
-        relocation = TenantRelocation(tenants, pools, asyncio.sleep)
+        relocation = TenantRelocation(tenants, databases, asyncio.sleep)
         deletion = TenantDeletion(
-            engine.store, tenant_services.homes, self.keys, webhooks, ledger, resources, asyncio.sleep
+            engine.store, tenant_services.directory, self.keys, webhooks, ledger, resources, asyncio.sleep
         )
         stats = TenantQueueStats(engine, time.monotonic)
-        judge = TermsReview(tenant_services.apart.central, tenants, engine.judge.judge_again, asyncio.sleep)
+        judge = TermsReview(
+            tenant_services.ledger_store.central,
+            tenants,
+            engine.waiting_job_review.reapply_terms,
+            asyncio.sleep,
+        )
         self._tenant_maintenance = TenantMaintenance(
             documents, clock, tenants, relocation, deletion, judge, shares, self.audit
         )
         self.unrunnable = UnrunnableJobTimeout(engine, tenants, documents, engine.clock)
         inputs = JobInputFiles(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs, keyed)
-        health = HealthHandlers(engine.store, documents, clock, ROUTES, lambda: self._is_stopping)
-        handlers: dict[str, Handler] = {
-            **JobHandlers(engine, assets, inputs).bound(),
-            **DeleteHandlers(engine, tenant_services.homes).bound(),
-            **FileHandlers(engine, assets).bound(),
-            **WebhookHandlers(engine, webhooks, ledger, guard, sender, self._webhook_dispatcher.wake).bound(),
-            **self._streams.bound(),
-            **FleetHandlers(engine, stats).bound(),
-            **workers.bound(),
-            **TenantHandlers(tenant_services, shares, clock, self._tenant_maintenance.wake).bound(),
-            **CreditHandlers(engine, tenants, pools).bound(),
-            **UsageHandlers(tenant_services.homes, clock).bound(),
-            **ReconcileHandlers(tenant_services.reconciler).bound(),
-            **KeyHandlers(self.keys, credentials, connection_limits, self.audit, keyed).bound(),
-            **PageHandlers(engine, stats, version_here()).bound(),
-            **MetricsHandlers(engine, metrics).bound(),
-            **health.bound(),
-        }
+        health = HealthHandlers(engine.reader, documents, clock, lambda: self._is_stopping)
+        handlers = handlers_in(
+            JobHandlers(engine, assets, inputs),
+            DeleteHandlers(engine, tenant_services.directory),
+            FileHandlers(engine, assets),
+            WebhookHandlers(engine, webhooks, ledger, guard, sender, self._webhook_dispatcher.wake),
+            self._streams,
+            FleetHandlers(engine, stats),
+            workers,
+            TenantHandlers(tenant_services, shares, clock, self._tenant_maintenance.wake),
+            CreditHandlers(engine, tenants, databases),
+            UsageHandlers(tenant_services.directory, clock),
+            ReconcileHandlers(tenant_services.reconciler),
+            KeyHandlers(self.keys, credentials, connection_limits, self.audit, keyed),
+            PageHandlers(engine, stats, version_here(), ROUTES),
+            MetricsHandlers(engine, metrics),
+            health,
+        )
         self._background_jobs: tuple[BackgroundJob | WebhookDispatcher | WorkerLog, ...] = (
             self._webhook_dispatcher,
             key_watch,
@@ -212,7 +218,7 @@ class Hub:
         return self._pipeline.in_flight
 
     @property
-    def rooms(self) -> int:
+    def watched_jobs(self) -> int:
         """Number of jobs that clients watch."""
         return len(self._channels)
 
@@ -260,5 +266,5 @@ class Hub:
 
 
 def _end_key(credentials: Authenticator, connection_limits: ConnectionLimits, key_id: str) -> None:
-    credentials.forget(key_id)
+    credentials.evict(key_id)
     connection_limits.end(key_id)

@@ -1,4 +1,4 @@
-"""Health routes and the OpenAPI document.
+"""Health routes.
 
 A hub is ready if it can write to its store. It tries: a store on a full disk still answers reads.
 """
@@ -10,12 +10,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import HubRequest, Reply
 from comfyfleet.model.errors import Fault
-from comfyfleet.ports import Clock, DocumentStore, Store
+from comfyfleet.ports import Clock, DocumentStore, QueueReader
 from comfyfleet.wire.answers import HealthBody
-from comfyfleet.wire.openapi import document
-from comfyfleet.wire.route import Route
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,13 +31,12 @@ _SPACE_BYTES = 60 * 1024
 class HealthHandlers:
     def __init__(
         self,
-        store: Store,
+        reader: QueueReader,
         documents: DocumentStore,
         clock: Clock,
-        routes: tuple[Route, ...],
         is_stopping: Callable[[], bool],
     ) -> None:
-        self._store = store
+        self._reader = reader
         self._documents = documents
         self._clock = clock
         self._lock = asyncio.Lock()
@@ -47,19 +44,15 @@ class HealthHandlers:
         self._problem = ""
         self._is_stopping = is_stopping
         self._version = version_here()
-        self._document = document(routes, self._version)
-
-    def bound(self) -> dict[str, Handler]:
-        return {"health": self.ready, "live": self.live, "openapi": self.openapi}
 
     async def live(self, call: HubRequest[None]) -> Reply:
         return Reply(200, HealthBody("ok", self._version))
 
-    async def ready(self, call: HubRequest[None]) -> Reply:
+    async def health(self, call: HubRequest[None]) -> Reply:
         """Ready means that the hub can accept and store a job."""
         if self._is_stopping():
             return Reply(503, HealthBody("stopping", self._version), {"retry-after": "1"})
-        problem = await self._attempt(self._store.now()) or await self._check_writable()
+        problem = await self._attempt(self._reader.now()) or await self._check_writable()
         if problem:
             return Reply(503, HealthBody("failing", self._version, problem), {"retry-after": "1"})
         return Reply(200, HealthBody("ok", self._version))
@@ -98,9 +91,6 @@ class HealthHandlers:
             _LOG.exception("the store cannot be reached")
             return f"the store cannot be reached: {type(error).__name__}"
         return ""
-
-    async def openapi(self, call: HubRequest[None]) -> Reply:
-        return Reply(200, self._document)
 
 
 def version_here() -> str:

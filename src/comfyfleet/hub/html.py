@@ -1,6 +1,7 @@
-"""The hub's HTML pages as text. All foreign text is escaped; there is no script and nothing from other hosts.
+"""What all HTML pages share, and the status page. Foreign text is escaped; there is no script and nothing from
+other hosts.
 
-`pages.py` decides who may see a page and supplies its values.
+`pages.py` decides who may see a page and supplies its values; `api_page.py` renders the API.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _STYLE = (
     "td{white-space:nowrap}td:last-child{white-space:normal;overflow-wrap:anywhere;min-width:6rem}"
     "dl{display:flex;flex-wrap:wrap;gap:.5rem 2rem}dt{opacity:.7}"
     "dd{margin:0;font-size:1.4rem}.bad{color:#c33}.good{color:#2a7}small{opacity:.7}"
+    ".api td{white-space:normal}summary{cursor:pointer;padding:.25rem 0}details[open]{margin-bottom:2rem}"
+    "pre{overflow-x:auto;background:#8882;padding:.75rem}nav ul{display:flex;flex-wrap:wrap;gap:.5rem 1.5rem;"
+    "list-style:none;padding:0}[id]{scroll-margin-top:3rem}"
 )
 _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 
@@ -70,8 +74,8 @@ def status_page(
     parts.append(
         _table(("job", "status", "priority", "worker", "submitted", "last error"), map_jobs(jobs, now))
     )
-    parts.append(f"<p><small>ComfyFleet {escape(version)} · <a href=/openapi.json>OpenAPI</a></small></p>")
-    return _page("".join(parts), refresh=True)
+    parts.append(f"<p><small>ComfyFleet {escape(version)} · <a href=/docs>API</a></small></p>")
+    return page("".join(parts), refresh=True)
 
 
 def map_workers(workers: Sequence[WorkerBody], now: float) -> Iterable[tuple[str, ...]]:
@@ -112,7 +116,7 @@ def refusal_page(answered: ProblemAnswer) -> str:
             "<p>Reload this page. Enter any user name and, as the password, a key that may view the fleet, such as "
             "the one that the hub printed at its first start.</p>"
         )
-    return _page("".join(parts), refresh=False)
+    return page("".join(parts))
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -129,10 +133,11 @@ def _cell(text: str) -> str:
     return f"<td{kind}>{escape(text)}</td>"
 
 
-def _page(body: str, *, refresh: bool) -> str:
+def page(body: str, *, title: str = "ComfyFleet", refresh: bool = False) -> str:
     again = f'<meta http-equiv=refresh content="{REFRESH_S}">' if refresh else ""
     return (
-        "<!doctype html><html lang=en><head><meta charset=utf-8><title>ComfyFleet</title>"
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        f"<title>{escape(title)}</title>"
         f'<meta name=viewport content="width=device-width, initial-scale=1">{again}<style>{_STYLE}</style></head>'
         f"<body>{body}</body></html>"
     )

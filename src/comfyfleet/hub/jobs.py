@@ -20,8 +20,8 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.body import PIECE_BYTES, check_json
 from comfyfleet.hub.http.credentials import check_sees, owner_of
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply, problem_of
-from comfyfleet.hub.local_worker_api import made_safe
+from comfyfleet.hub.http.pipeline import HubRequest, Reply, problem_of
+from comfyfleet.hub.local_worker_api import sanitized
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
 from comfyfleet.model.dispatch import Dispatch
@@ -29,10 +29,10 @@ from comfyfleet.model.editor_conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash, traceparent_of
 from comfyfleet.model.job import Job, JobResult, Submission
-from comfyfleet.model.workflow import check_workflow, decoded_graph
+from comfyfleet.model.workflow_graph import check_workflow, decoded_graph
 from comfyfleet.ports import FileStore
 from comfyfleet.tenancy.tenants import TenantDirectory
-from comfyfleet.tracing import about
+from comfyfleet.tracing import log_fields
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.answers import payload_body
 from comfyfleet.wire.route import LARGE_BYTES
@@ -62,23 +62,6 @@ class JobHandlers:
         self._assets = assets
         self._inputs = inputs
 
-    def bound(self) -> dict[str, Handler]:
-        return {
-            "submit": self.submit,
-            "submit_batch": self.submit_batch,
-            "convert": self.convert,
-            "list_jobs": self.list_jobs,
-            "get_job": self.get_job,
-            "get_payload": self.get_payload,
-            "get_result": self.get_result,
-            "explain_job": self.explain,
-            "cancel_job": self.cancel,
-            "retry_job": self.retry,
-            "pause_job": self.pause,
-            "resume_job": self.resume,
-            "change_job": self.change,
-        }
-
     async def submit(self, call: HubRequest[bodies.RawSubmitBody]) -> Reply:
         key = _idempotency_key(call.headers)
         answer = await self._submit(
@@ -87,7 +70,7 @@ class JobHandlers:
             is_large=call.is_large,
         )
         location = {"location": f"/api/jobs/{answer.id}"}
-        return Reply(200 if answer.is_repeat else 201, answer, location, made=answer.id)
+        return Reply(200 if answer.is_repeat else 201, answer, location, created_id=answer.id)
 
     async def _submit(
         self, asked: Callable[[], Submission], traceparent: str | None, *, is_large: bool
@@ -97,15 +80,17 @@ class JobHandlers:
         del asked
         submitted = await self._inputs.submit(submission, is_large=is_large)
         if _LOG.isEnabledFor(logging.INFO):
-            with about(job_id=submitted.job_id, traceparent=traceparent_of(submitted.job_id, traceparent)):
+            with log_fields(
+                job_id=submitted.job_id, traceparent=traceparent_of(submitted.job_id, traceparent)
+            ):
                 _LOG.info("submitted%s", " before; this is a repeat" if submitted.is_repeat else "")
-        return answers.submitted(submitted)
+        return answers.submitted_body(submitted)
 
     async def submit_batch(self, call: HubRequest[bodies.BatchBody]) -> Reply:
-        key, jobs = _idempotency_key(call.headers), call.given.jobs
+        key, jobs = _idempotency_key(call.headers), call.data.jobs
         items: list[answers.BatchItem] = []
         # If other processes fill the same queue, jobs in flight together may exceed its capacity.
-        most = _BATCH_SIZE if self._engine.store.is_shared else len(jobs)
+        most = _BATCH_SIZE if self._engine.reader.is_shared else len(jobs)
         async for part in _parts(jobs, most):
             under_way: list[asyncio.Task[answers.BatchItem]] = []
             async with asyncio.TaskGroup() as group:
@@ -119,7 +104,7 @@ class JobHandlers:
             items += [task.result() for task in under_way]
         accepted = sum(item.job is not None for item in items)
         made = ",".join(item.job.id for item in items[:1] if item.job is not None) + f" and {accepted} in all"
-        return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted), made=made)
+        return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted), created_id=made)
 
     async def _submit_one(
         self, item: _Item, caller: Caller, key: str | None, traceparent: str | None
@@ -140,7 +125,7 @@ class JobHandlers:
         return answers.BatchItem(200 if answer.is_repeat else 201, answer)
 
     async def convert(self, call: HubRequest[bodies.ConvertBody]) -> Reply:
-        workflow, is_large = call.given.workflow, call.is_large
+        workflow, is_large = call.data.workflow, call.is_large
         if is_editor_workflow(workflow):
             workflow, is_large = await self._engine.convert(workflow, call.caller.owner), True
         # The answer for a graph is the graph itself, after the same checks as a submission.
@@ -148,7 +133,7 @@ class JobHandlers:
         return Reply(200, bodies.ConvertBody(checked.to_graph()))
 
     async def list_jobs(self, call: HubRequest[bodies.ListQuery]) -> Reply:
-        query = call.given
+        query = call.data
         tenant = call.caller.scope
         if query.tenant is not None:
             if not call.caller.sees(TenantId(query.tenant)):
@@ -166,10 +151,10 @@ class JobHandlers:
         after = None if query.cursor is None else JobId(query.cursor)
         newest_first = query.order == "newest"
         page = await self._engine.listing(wanted, query.limit, after, newest_first=newest_first)
-        return Reply(200, answers.JobList(tuple(map(answers.job, page.jobs)), page.after))
+        return Reply(200, answers.JobList(tuple(map(answers.job_body, page.jobs)), page.after))
 
     async def get_job(self, call: HubRequest[None]) -> Reply:
-        return Reply(200, answers.details(await self._view(call)))
+        return Reply(200, answers.job_details(await self._view(call)))
 
     async def get_payload(self, call: HubRequest[None]) -> Reply:
         job = (await self._view(call)).job
@@ -189,7 +174,7 @@ class JobHandlers:
         if job.result is None:
             return None
         # Made safe again: a direct worker writes its result to the store itself.
-        result, files = await made_safe(job.result), []
+        result, files = await sanitized(job.result), []
         for file in result.files:
             record = None
             if self._assets is not None and file.file_id is not None:
@@ -200,30 +185,30 @@ class JobHandlers:
             files.append(file)
         return msgspec.structs.replace(result, files=tuple(files))
 
-    async def explain(self, call: HubRequest[None]) -> Reply:
+    async def explain_job(self, call: HubRequest[None]) -> Reply:
         explanation = await self._engine.explain(await self._mine(call), call.caller.scope)
         return Reply(200, msgspec.structs.replace(explanation, id=explanation.job_id))
 
-    async def cancel(self, call: HubRequest[bodies.CancelRequest]) -> Reply:
+    async def cancel_job(self, call: HubRequest[bodies.CancelRequest]) -> Reply:
         job_id = await self._mine(call)
-        answer = await self._engine.cancel(job_id, call.given.reason)
+        answer = await self._engine.cancel(job_id, call.data.reason)
         return Reply(200, answers.CancelBody(job_id, status_name(answer.phase), answer.cancel_requested))
 
-    async def retry(self, call: HubRequest[None]) -> Reply:
-        return Reply(200, answers.submitted(await self._engine.retry(await self._mine(call))))
+    async def retry_job(self, call: HubRequest[None]) -> Reply:
+        return Reply(200, answers.submitted_body(await self._engine.retry(await self._mine(call))))
 
-    async def pause(self, call: HubRequest[None]) -> Reply:
+    async def pause_job(self, call: HubRequest[None]) -> Reply:
         await self._engine.pause(await self._mine(call))
         return await self.get_job(call)
 
-    async def resume(self, call: HubRequest[None]) -> Reply:
+    async def resume_job(self, call: HubRequest[None]) -> Reply:
         await self._engine.resume(await self._mine(call))
         return await self.get_job(call)
 
-    async def change(self, call: HubRequest[bodies.ChangeBody]) -> Reply:
+    async def change_job(self, call: HubRequest[bodies.ChangeBody]) -> Reply:
         job_id = await self._mine(call)
-        await self._engine.set_priority(job_id, call.given.priority)
-        return Reply(200, answers.details(await self._engine.get(job_id)))
+        await self._engine.set_priority(job_id, call.data.priority)
+        return Reply(200, answers.job_details(await self._engine.get(job_id)))
 
     async def _mine(
         self, call: HubRequest[None] | HubRequest[bodies.ChangeBody] | HubRequest[bodies.CancelRequest]
@@ -309,14 +294,11 @@ _RETRY_S = 5.0
 
 
 class DeleteHandlers:
-    def __init__(self, engine: Engine, homes: TenantDirectory) -> None:
+    def __init__(self, engine: Engine, directory: TenantDirectory) -> None:
         self._engine = engine
-        self._homes = homes
+        self._homes = directory
 
-    def bound(self) -> dict[str, Handler]:
-        return {"delete_job": self.delete}
-
-    async def delete(self, call: HubRequest[None]) -> Reply:
+    async def delete_job(self, call: HubRequest[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         await check_sees(call.caller, self._engine, job_id)
         # The tenant's database first: nobody could delete a record that is left there with its reference.
@@ -324,7 +306,7 @@ class DeleteHandlers:
         return Reply(204)
 
     async def _forget_record(self, dispatch: Dispatch) -> None:
-        home = await self._homes.of(dispatch.tenant) if dispatch.has_tenant_database else None
+        home = await self._homes.locate(dispatch.tenant) if dispatch.has_tenant_database else None
         if home is None:
             return
         job_id, database = dispatch.job_id, home.database

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfyfleet.hub.audit.log import AuditLog
 from comfyfleet.hub.http.credentials import Authenticator, WorkersByKey
 from comfyfleet.hub.http.limits import ConnectionLimits
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import HubRequest, Reply
 from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.wire import bodies, worker
@@ -27,27 +27,13 @@ class KeyHandlers:
         self._connection_limits = connection_limits
         self._workers = workers
 
-    def bound(self) -> dict[str, Handler]:
-        return {
-            "list_keys": self.list_keys,
-            "create_key": self.create,
-            "revoke_key": self.revoke,
-            "rotate_key": self.rotate,
-            "list_enrolments": self.list_enrolments,
-            "create_enrolment": self.invite,
-            "worker_enrol": self.enrol,
-            "revoke_enrolment": self.uninvite,
-            "worker_rotate": self.rotate_own,
-            "list_audit": self.list_audit,
-        }
-
     async def list_keys(self, call: HubRequest[bodies.PageQuery]) -> Reply:
-        found = await self._keys.listing(call.given.cursor or "", call.given.limit)
-        cursor = found[-1].key_id if len(found) == call.given.limit else None
+        found = await self._keys.listing(call.data.cursor or "", call.data.limit)
+        cursor = found[-1].key_id if len(found) == call.data.limit else None
         return Reply(200, wire.KeyList(tuple(map(wire.view, found)), cursor))
 
-    async def create(self, call: HubRequest[wire.KeyBody]) -> Reply:
-        body = call.given
+    async def create_key(self, call: HubRequest[wire.KeyBody]) -> Reply:
+        body = call.data
         key, secret = await self._keys.create(
             body.role,
             name=body.name,
@@ -55,38 +41,38 @@ class KeyHandlers:
             worker_id=None if body.worker_id is None else WorkerId(body.worker_id),
             expires_in_s=body.expires_in_s,
         )
-        return Reply(201, wire.made(key, secret), made=key.key_id)
+        return Reply(201, wire.made(key, secret), created_id=key.key_id)
 
-    async def revoke(self, call: HubRequest[None]) -> Reply:
+    async def revoke_key(self, call: HubRequest[None]) -> Reply:
         key = await self._keys.revoke(call.parameters["key_id"])
         await self._end(key.key_id, key.worker_id)
         return Reply(200, wire.view(key))
 
     async def _end(self, key_id: str, worker_id: WorkerId | None) -> None:
         """Ends the connections first, so that a worker cannot register again over one of them."""
-        self._credentials.forget(key_id)
+        self._credentials.evict(key_id)
         self._connection_limits.end(key_id)
         await self._workers.end(key_id, worker_id)
 
-    async def rotate_own(self, call: HubRequest[wire.RotateBody]) -> Reply:
-        return await self._rotate(call.caller.key_id, call.given.overlap_s)
+    async def worker_rotate(self, call: HubRequest[wire.RotateBody]) -> Reply:
+        return await self._rotate(call.caller.key_id, call.data.overlap_s)
 
-    async def rotate(self, call: HubRequest[wire.RotateBody]) -> Reply:
-        return await self._rotate(call.parameters["key_id"], call.given.overlap_s)
+    async def rotate_key(self, call: HubRequest[wire.RotateBody]) -> Reply:
+        return await self._rotate(call.parameters["key_id"], call.data.overlap_s)
 
     async def _rotate(self, key_id: str, overlap_s: float) -> Reply:
         key, secret = await self._keys.rotate(key_id, overlap_s)
-        self._credentials.forget(key.key_id)
+        self._credentials.evict(key.key_id)
         return Reply(200, wire.made(key, secret))
 
     async def list_enrolments(self, call: HubRequest[bodies.PageQuery]) -> Reply:
-        found, now = await self._keys.invites(call.given.cursor or "", call.given.limit), self._keys.now()
-        cursor = found[-1].token_id if len(found) == call.given.limit else None
+        found, now = await self._keys.invites(call.data.cursor or "", call.data.limit), self._keys.now()
+        cursor = found[-1].token_id if len(found) == call.data.limit else None
         views = tuple(wire.enrolment_view(each, now) for each in found)
         return Reply(200, wire.EnrolmentList(views, cursor))
 
-    async def invite(self, call: HubRequest[wire.EnrolmentBody]) -> Reply:
-        body = call.given
+    async def create_enrolment(self, call: HubRequest[wire.EnrolmentBody]) -> Reply:
+        body = call.data
         enrolment, token = await self._keys.invite(
             uses=body.uses,
             expires_in_s=body.expires_in_s,
@@ -97,20 +83,20 @@ class KeyHandlers:
         made = wire.CreatedEnrolment(
             token, enrolment.expires_at, uses, enrolment.token_id, enrolment.created_at, uses
         )
-        return Reply(201, made, made=enrolment.token_id)
+        return Reply(201, made, created_id=enrolment.token_id)
 
-    async def uninvite(self, call: HubRequest[None]) -> Reply:
+    async def revoke_enrolment(self, call: HubRequest[None]) -> Reply:
         await self._keys.uninvite(call.parameters["token_id"])
         return Reply(204)
 
-    async def enrol(self, call: HubRequest[worker.EnrolBody]) -> Reply:
-        key, secret, ended = await self._keys.enrol(call.given.token, WorkerId(call.given.worker_id))
+    async def worker_enrol(self, call: HubRequest[worker.EnrolBody]) -> Reply:
+        key, secret, ended = await self._keys.enrol(call.data.token, WorkerId(call.data.worker_id))
         for key_id in ended:
             await self._end(key_id, key.worker_id)
-        return Reply(201, wire.made(key, secret), made=key.key_id)
+        return Reply(201, wire.made(key, secret), created_id=key.key_id)
 
     async def list_audit(self, call: HubRequest[wire.AuditQuery]) -> Reply:
-        asked = call.given
+        asked = call.data
         since = bodies.seconds_of(asked.since)
         found, cursor = await self._audit.page(asked.kind, asked.cursor or "", asked.limit, since)
         views = (

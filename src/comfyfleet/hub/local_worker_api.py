@@ -80,7 +80,7 @@ class LocalWorkerApi:
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         await self._engine.unregister(worker_id, reason)
 
-    def spooling(self) -> Path | None:
+    def spool_folder(self) -> Path | None:
         return None
 
     async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
@@ -92,7 +92,7 @@ class LocalWorkerApi:
                 async for piece in pieces:
                     await asyncio.to_thread(target.write, piece)
 
-    async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+    async def store_output(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
         with TemporaryDirectory(prefix="comfyfleet-") as folder:
             path = Path(folder) / "output"
             await source.save(file, path)
@@ -123,7 +123,7 @@ _TEXT = 10
 T = TypeVar("T")
 
 
-async def made_safe(result: JobResult) -> JobResult:
+async def sanitized(result: JobResult) -> JobResult:
     is_large = len(result.files) > _FEW or has_many(result.outputs.values())
     return await offload(lambda: safe_result(result), is_large=is_large)
 

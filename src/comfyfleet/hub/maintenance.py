@@ -1,4 +1,4 @@
-"""Deletes old records of every kind once a minute, and the base class of the hub's background jobs.
+"""Deletes old records of every kind once a minute.
 
 Each cleanup takes a bounded step, and several hubs may run it at once. The engine maintains the queue itself.
 """
@@ -10,32 +10,11 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from comfyfleet.model.errors import ComfyFleetError
-from comfyfleet.tracing import in_background, log_failure
+from comfyfleet.tracing import BackgroundJob, log_failure
 
 _LOG = logging.getLogger(__name__)
 
 EVERY_S = 60.0
-
-
-class BackgroundJob:
-    """Runs `_run` in a task from `start` to `close`. Both can be called twice."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._running: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._running is None:
-            self._running = in_background(self._run(), name=self._name)
-
-    async def close(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-
-    async def _run(self) -> None:
-        raise NotImplementedError
 
 
 class HubMaintenance(BackgroundJob):
@@ -47,7 +26,7 @@ class HubMaintenance(BackgroundJob):
         self._cleanups = dict(cleanups)
         self._every_s = every_s
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         """Runs every cleanup once. A failure of one does not stop the others."""
         for what, cleanup in self._cleanups.items():
             try:
@@ -60,4 +39,4 @@ class HubMaintenance(BackgroundJob):
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._every_s)
-            await self.tidy()
+            await self.clean_up()

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.limits import ConnectionLimits
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import HubRequest, Reply
 from comfyfleet.model.dispatch import WriteResult
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, FactKind
@@ -103,7 +103,7 @@ class Metrics:
         self._idle_slots = 0
         registry.register(self)
 
-    def wrote(self, written: WriteResult) -> None:
+    def record_write(self, written: WriteResult) -> None:
         for fact in written.facts:
             self._count(fact, written)
 
@@ -199,10 +199,7 @@ class MetricsHandlers:
         self._engine = engine
         self._metrics = metrics
 
-    def bound(self) -> dict[str, Handler]:
-        return {"metrics": self.scrape}
-
-    async def scrape(self, call: HubRequest[None]) -> Reply:
+    async def metrics(self, call: HubRequest[None]) -> Reply:
         if call.caller.scope is not None:
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
@@ -221,10 +218,12 @@ class MetricsHandlers:
 
     async def _look(self) -> StoredFigures:
         # All records of a large fleet are megabytes, so a recent read is reused.
-        store, workers = self._engine.store, await self._engine.workers(max_age_s=_WORKERS_MAX_AGE_S)
+        reader, workers = self._engine.reader, await self._engine.workers(max_age_s=_WORKERS_MAX_AGE_S)
         # Most workers in a long list are offline and hold nothing.
         held = await self._engine.leases(worker for worker in workers if not worker.is_offline)
         statuses = Tally(worker_status(worker, held.get(worker.worker_id, [])) for worker in workers)
         slots = sum(worker.slots for worker in workers if not worker.is_offline)
         unrunnable = await self._engine.unrunnable()
-        return StoredFigures(await store.counts(), await store.is_queue_paused(), statuses, slots, unrunnable)
+        return StoredFigures(
+            await reader.counts(), await reader.is_queue_paused(), statuses, slots, unrunnable
+        )

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from comfyfleet.model.bounds import Seconds
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
 from comfyfleet.model.fact import Fact, ProgressKind
 from comfyfleet.model.failure import Failure
@@ -216,32 +217,36 @@ class HeartbeatReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """Node classes and models that this worker lacks and that waiting jobs need. The agent looks for them again."""
 
 
-class ProgressReport(msgspec.Struct, frozen=True, omit_defaults=True):
+class LeaseReport(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    ref: LeaseRef = msgspec.field(name="lease")
+
+
+class ProgressReport(LeaseReport, frozen=True):
     """Progress of a running attempt. It may be lost."""
 
-    ref: LeaseRef
     kind: ProgressKind
     data: dict[str, Any] = {}
     image: bytes | None = None
+    """A preview in base64."""
 
 
-class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
-    ref: LeaseRef
-    result: JobResult
-    seconds: float = 0.0
+class Completion(LeaseReport, frozen=True):
+    result: JobResult = JobResult()
+    seconds: Seconds = 0.0
 
 
-class FailureReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    ref: LeaseRef
+class FailureReport(LeaseReport, frozen=True):
     failure: Failure
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
 
 
-class Release(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The worker returns the lease. `cancelled` confirms that the run was stopped."""
+ReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
 
-    ref: LeaseRef
-    reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
+
+class Release(LeaseReport, frozen=True):
+    """The worker gives the lease back. `cancelled` confirms that the run was stopped."""
+
+    reason: ReleaseReason = "drain"
 
 
 class ReportReply(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -286,15 +291,16 @@ class QueueStats(msgspec.Struct, frozen=True):
     failed: int
     cancelled: int
     workers: int
+    """Connected workers."""
     idle_slots: int
     payload_bytes: int
-    """The size of the payloads of all open jobs."""
+    """Bytes of the payloads of all open jobs."""
 
 
 class DirectWorkerBacklog(msgspec.Struct, frozen=True):
     """Work that direct workers leave to an engine."""
 
-    applicants: tuple[PendingRegistration, ...] = ()
+    registrations: tuple[PendingRegistration, ...] = ()
     reports: tuple[DirectWorkerFailure, ...] = ()
     seen: Mapping[WorkerId, float] = {}
     """When each direct worker last called."""

@@ -7,12 +7,13 @@ and save; they never decide.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from comfyfleet.model.block import Block, Pair, tenant_target
+from comfyfleet.model.bounds import Number
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import (
@@ -72,14 +73,17 @@ class LaneKey(NamedTuple):
     workflow_hash: WorkflowHash
 
 
-class LeaseRef(msgspec.Struct, frozen=True, gc=False):
-    """A worker's proof that it holds a lease. Number and epoch are the fencing token."""
+class LeaseRef(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """One worker's right to run one job for a while. The worker sends it back as it received it."""
 
-    job_id: JobId
-    round: int
-    number: int
-    epoch: int
-    token: LeaseToken
+    # Number and epoch are the fencing token.
+    job_id: Annotated[JobId, Meta(min_length=1, max_length=256)]
+    round: Number
+    number: Number
+    """The number of the lease within the job."""
+    epoch: Number
+    token: Annotated[LeaseToken, Meta(min_length=1, max_length=256)]
+    """The secret of the lease."""
 
     @property
     def attempt_id(self) -> str:
@@ -95,7 +99,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     leased_at: float
     expires_at: float
     is_acknowledged: bool = False
-    """The first heartbeat arrived. Until then the lease is short and its expiry is charged to nobody."""
+    """The first heartbeat arrived. Until then the lease is short, and its expiry costs no attempt."""
 
 
 class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -120,8 +124,9 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     lease: Lease | None = None
     lease_number: int = 0
     attempts: int = 0
-    """All starts, whether the job is charged for them or not."""
+    """All starts, whether they count as attempts of the job or not."""
     charged: int = 0
+    """The attempts that count against `max_attempts`."""
     worker_faults: int = 0
     releases: int = 0
     max_attempts: int = 3
@@ -138,8 +143,8 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     deadline_at: float | None = None
     fails_at_deadline: bool = True
     expires_at: float | None = None
-    """The end of the total timeout, which starts at the submit."""
-    is_held: bool = False
+    """The end of the total timeout, which starts at the submit. The end of the lease is `lease.expires_at`."""
+    awaits_jobs: bool = msgspec.field(default=False, name="is_held")
     """The job waits for other jobs and is in no lane until they complete."""
     is_awaited: bool = False
     """Other jobs wait for this one, so its end must notify them."""
@@ -273,7 +278,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     relax_at: float | UnsetType | None = UNSET
     deadline_at: float | UnsetType | None = UNSET
     expires_at: float | UnsetType | None = UNSET
-    is_held: bool | UnsetType = UNSET
+    awaits_jobs: bool | UnsetType = msgspec.field(default=UNSET, name="is_held")
     is_awaited: bool | UnsetType = UNSET
     settled_at: float | UnsetType | None = UNSET
     payload_sha256: bytes | UnsetType | None = UNSET

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import msgspec
 
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.editor_conversion import WorkflowVariant
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.webhook import Webhook
-from comfyfleet.model.workflow_variants import WorkflowVariant
 
 Urgency = Literal["low", "normal", "high", "critical"]
 

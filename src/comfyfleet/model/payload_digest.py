@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from comfyfleet.model.calls import LeasedJob
+from comfyfleet.model.editor_conversion import WorkflowVariant, graph_for
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Attachment, Job
 from comfyfleet.model.workflow import with_seeds
-from comfyfleet.model.workflow_variants import WorkflowVariant, graph_for
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 

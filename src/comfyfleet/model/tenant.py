@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from comfyfleet.model.bounds import Priority
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Price
 from comfyfleet.model.requirement import Isolation, LocationNeed
@@ -39,7 +40,7 @@ class TenantCaps(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """Open jobs, running ones included."""
     max_running: Bound | None = None
     submits_per_minute: Bound | None = None
-    max_priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    max_priority: Priority | None = None
     max_nodes: Bound | None = None
     max_steps: Bound | None = None
     """Steps of any sampler in the graph."""
@@ -51,8 +52,8 @@ class TenantCaps(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant_id: TenantId
-    pool: str
-    """The database that holds its jobs, files and credits."""
+    database: str = msgspec.field(name="pool")
+    """The tenant database that holds its jobs, files and credits. Stored under its old name."""
     created_at: float
     name: str = ""
     state: TenantState = TenantState.ACTIVE
@@ -140,7 +141,7 @@ class TenantShare(msgspec.Struct, frozen=True):
             and self.leased >= self.terms.max_leased
         )
 
-    def is_out(self, now: float) -> bool:
+    def is_excluded(self, now: float) -> bool:
         """None of its jobs may be leased now."""
         return self.terms is not None and (self.is_at_cap or self.terms.is_held(now))
 

@@ -37,12 +37,14 @@ class Hardware(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Service(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One service of a worker. None for models or node classes: the service has no such list to match."""
+    """One kind of software that a worker runs jobs on, such as ComfyUI. None for models or node classes: the service
+    has no such list to match."""
 
     name: str
     providers: tuple[str, ...] = ()
     version: str | None = None
     models: frozenset[str] | None = None
+    """Names without ComfyUI's category: a checkpoint and a LoRA of the same name are one entry."""
     node_classes: frozenset[str] | None = None
     signature: str | None = None
     """Hash of what its nodes accept (`node_classes.py`). Servers with equal signatures accept the same workflows.
@@ -163,7 +165,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether another agent owns this record. False if one of them is not known."""
         return bool(instance and self.instance) and instance != self.instance
 
-    def over(self, stored: WorkerRecord) -> WorkerRecord:
+    def merged_onto(self, stored: WorkerRecord) -> WorkerRecord:
         """Merge with the stored record: only deltas change totals, and `last_seen_at` never decreases."""
         return msgspec.structs.replace(
             self,

@@ -1,4 +1,4 @@
-"""Workflows for the rest of the package: read from a file, parse, hash, find needs, change a copy.
+"""Workflows: read one from a file, find what it needs, change a copy.
 
 `workflow_graph.py` checks graphs, `workflow_hash.py` computes the hashes, and `file_metadata.py` reads media files.
 Policy decides whether a worker has what a workflow needs.
@@ -10,72 +10,23 @@ import codecs
 import io
 import json
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, BinaryIO
 
 import msgspec
 
 from comfyfleet.model.file_metadata import MAX_TEXT_BYTES, BadFile, kind_of, texts_in
 from comfyfleet.model.workflow_graph import (
+    EXPORT,
     MAX_CHAIN,
-    MAX_NODES,
     InvalidWorkflow,
     Node,
-    NodeLink,
     Workflow,
-    check_workflow,
     decode_workflow,
-    decoded_graph,
-    decoded_node,
-    is_wire,
     node_error,
     parse_workflow,
-    read_node,
 )
-from comfyfleet.model.workflow_hash import (
-    EXACT_HASH_VERSION,
-    MODEL_EXTENSIONS,
-    PROSE_INPUTS,
-    RESOURCE_INPUTS,
-    WORKFLOW_HASH_VERSION,
-    exact_hash,
-    hash_workflow,
-    label,
-    names_model_file,
-    texts_within,
-)
-
-__all__ = [
-    "EXACT_HASH_VERSION",
-    "MAX_CHAIN",
-    "MAX_NODES",
-    "MODEL_EXTENSIONS",
-    "PROSE_INPUTS",
-    "RESOURCE_INPUTS",
-    "WORKFLOW_HASH_VERSION",
-    "GraphNeeds",
-    "InvalidWorkflow",
-    "Node",
-    "NodeLink",
-    "Workflow",
-    "asks_for_seed",
-    "check_workflow",
-    "decode_workflow",
-    "decoded_graph",
-    "decoded_node",
-    "exact_hash",
-    "files_of",
-    "hash_workflow",
-    "is_wire",
-    "label",
-    "parse_workflow",
-    "read_needs",
-    "read_node",
-    "resolve_seeds",
-    "with_filename_prefix",
-    "with_input",
-    "with_seeds",
-]
+from comfyfleet.model.workflow_hash import names_model_file, texts_within
 
 SEED_INPUTS = ("seed", "noise_seed")
 FILE_INPUTS = frozenset({"image", "mask", "audio", "video", "file", "latent", "model_file"})
@@ -159,21 +110,6 @@ def with_input(workflow: Workflow | Mapping[str, Any], node: str, input_name: st
     graph[node]["inputs"][input_name] = value
     # The caller chose the limits when the graph was parsed. A changed input adds no node.
     return parse_workflow(graph, max_nodes=len(graph), max_chain=max(MAX_CHAIN, len(graph)))
-
-
-def resolve_seeds(
-    workflow: Workflow | Mapping[str, Any], chance: Callable[[], int]
-) -> tuple[Workflow, dict[str, int]]:
-    """A copy with a random seed for every seed of -1, and the drawn seeds by node id: one for each node."""
-    workflow = _parsed(workflow)
-    drawn: dict[str, int] = {}
-    changes: dict[str, dict[str, Any]] = {}
-    for node_id, node in workflow.nodes.items():
-        asking = [name for name in SEED_INPUTS if _asks_for_chance(node.inputs.get(name))]
-        if asking:
-            drawn[node_id] = chance()
-            changes[node_id] = dict.fromkeys(asking, drawn[node_id])
-    return _with_literals(workflow, changes), drawn
 
 
 def with_seeds(workflow: Workflow | Mapping[str, Any], seeds: Mapping[str, int]) -> Workflow:
@@ -346,14 +282,17 @@ def _from_texts(texts: Mapping[str, str], shown: str) -> dict[str, Any]:
             raise InvalidWorkflow(
                 f"{shown} carries a {name} that is not a workflow: the text is truncated or changed."
             )
-    if not texts:
-        raise InvalidWorkflow(f"{shown} carries no workflow: it was saved without metadata.")
-    if "parameters" in texts:
-        raise InvalidWorkflow(f"{shown} carries no workflow: another program saved it, with parameters only.")
     # Names in a file can contain anything.
     names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(texts)[:5])
+    why = (
+        f"its metadata has {names}, but neither prompt nor workflow"
+        if texts
+        else "it was saved without metadata"
+    )
+    if "parameters" in texts:
+        why = "another program saved it, with parameters only"
     raise InvalidWorkflow(
-        f"{shown} carries no workflow: its metadata has {names}, but neither prompt nor workflow."
+        f"{shown} carries no workflow: {why}. Pass the file as ComfyUI saved it, or a JSON file saved with {EXPORT}."
     )
 
 

@@ -22,6 +22,9 @@ MAX_SLOT = 65_535
 WRAPPED = "__value__"
 """ComfyUI's notation for a list that is a value, not a link."""
 
+EXPORT = "'Export (API)' (in older releases 'Save (API Format)')"
+"""What ComfyUI's menu calls it."""
+
 _PLAIN = 1 << 64
 _CHECKED_PARTS = frozenset({"class_type", "inputs"})
 
@@ -132,6 +135,8 @@ class _Problems:
         if self.found:
             count = sum(len(entry["errors"]) for entry in self.found.values())
             more = f" (and {count - 1} more, see node_errors)" if count > 1 else ""
+            if not any(isinstance(each, Mapping) and "class_type" in each for each in self._graph.values()):
+                more += f". This is no workflow: pass a file saved with {EXPORT}."
             raise InvalidWorkflow(f"The workflow is not valid: {self._first}{more}", self.found)
 
 
@@ -149,9 +154,24 @@ def decode_workflow(raw: Any) -> Any:
             f"The workflow is nested deeper than {MAX_NESTING} levels: flatten it."
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidWorkflow(
-            f"The workflow is not valid JSON: {error}. JSON has no NaN, infinities and lone surrogates."
-        ) from error
+        raise InvalidWorkflow(f"The workflow is not valid JSON: {_json_error(text, error)}") from error
+
+
+def _json_error(text: bytes, error: Exception) -> str:
+    """Python's own reader knows the line, and accepts what JSON does not have."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as found:
+        if "truncated" in str(error):
+            lines = found.doc.count("\n") + 1
+            return f"it ends too early, in line {lines}. Save the whole file again with {EXPORT}."
+        words = str(error).removeprefix("JSON is malformed: ").partition(" (byte")[0]
+        return (
+            f"{words} in line {found.lineno}, column {found.colno}. Correct it there, or save the file again."
+        )
+    except (ValueError, RecursionError):
+        return f"{error}."
+    return "JSON has no NaN, infinities and lone surrogates."
 
 
 def decoded_graph(graph: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,14 +227,14 @@ def _check_shape(graph: Any, max_nodes: int) -> None:
     if not isinstance(graph, dict):
         raise InvalidWorkflow(
             f"A workflow is an object of nodes by id, but this is {_json_type(graph)}. "
-            "Pass the content of a file saved with 'Export (API)' (in older releases 'Save (API Format)')."
+            f"Pass the content of a file saved with {EXPORT}."
         )
     if not graph:
         raise InvalidWorkflow("The workflow has no nodes.")
     if isinstance(graph.get("nodes"), list):
         raise InvalidWorkflow(
             "This workflow has the format of the ComfyUI editor, which servers do not run: "
-            "save it with 'Export (API)' (in older releases 'Save (API Format)')."
+            f"save it with {EXPORT}."
         )
     wrapped = graph.get("prompt")
     if isinstance(wrapped, dict) and "class_type" not in wrapped:

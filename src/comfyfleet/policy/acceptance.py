@@ -219,7 +219,7 @@ def concerns_structure(failure: Failure) -> bool:
     return all(complaint.kind in _OF_THE_STRUCTURE for complaint in _complaints(failure))
 
 
-def speaks_for_equals(failure: Failure, signatures: NodeSignatures | None) -> bool:
+def applies_to_signature(failure: Failure, signatures: NodeSignatures | None) -> bool:
     """Whether every server with the same signature would refuse it too. `signatures` belong to that signature.
 
     A signature contains neither lists of files on a disk nor the checks that a custom class does itself.

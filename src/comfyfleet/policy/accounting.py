@@ -74,7 +74,7 @@ def cost(price: Price, usage: Usage) -> int:
     assert_never(price)
 
 
-def is_told_by_worker(price: Price) -> bool:
+def depends_on_worker_report(price: Price) -> bool:
     """Whether the cost depends on the worker's report."""
     return not isinstance(price, FlatPrice | ServicePrice)
 
@@ -95,20 +95,13 @@ def reserve(hold_id: HoldId, tenant: TenantId, amount: int, now: float) -> Hold:
     return Hold(hold_id, tenant, amount, now)
 
 
-def consume(hold: Hold, amount: int, now: float, note: str = "") -> Settlement:
-    """Consume the cost, at most the hold. The same entry returns the rest."""
+def settle(hold: Hold, phase: Phase, amount: int, now: float, note: str = "") -> Settlement:
+    """Consumed if and only if completed: the cost, at most the hold. The same entry returns the rest."""
+    assert phase.is_final, "an open round keeps its hold"
+    if phase is not Phase.COMPLETED:
+        return Settlement(hold.hold_id, Outcome.REFUNDED, 0, now, note)
     _check_amount(amount, "the cost of a job")
     return Settlement(hold.hold_id, Outcome.CONSUMED, min(amount, hold.amount), now, note)
-
-
-def refund(hold: Hold, now: float, note: str = "") -> Settlement:
-    return Settlement(hold.hold_id, Outcome.REFUNDED, 0, now, note)
-
-
-def settle(hold: Hold, phase: Phase, amount: int, now: float, note: str = "") -> Settlement:
-    """Consumed if and only if completed."""
-    assert phase.is_final, "an open round keeps its hold"
-    return consume(hold, amount, now, note) if phase is Phase.COMPLETED else refund(hold, now, note)
 
 
 def posting_of(entry: Hold | CreditGrant | Adjustment) -> Posting:
@@ -322,7 +315,7 @@ def settled(
 
 def _cost(price: Price, usage: Usage, hold: Hold) -> int:
     # Such a price equals the hold. The payload, which names the service, may be unreadable by now.
-    return cost(price, usage) if is_told_by_worker(price) else hold.amount
+    return cost(price, usage) if depends_on_worker_report(price) else hold.amount
 
 
 def _keepable(name: str) -> str:

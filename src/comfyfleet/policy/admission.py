@@ -1,20 +1,25 @@
-"""Limits for a submission, and the recognition of a repeated submission.
+"""Limits for a submission and its input files, the rate limit, and the recognition of a repeated submission.
 
-If the stored job differs from the request (an editor workflow, names of files and other jobs), a digest of the request
-identifies the repeat, however the fleet has changed since. The engine finds the job with the same reference.
+The hub checks whether a file exists and who owns it. The engine knows when an earlier job has completed, whose output
+becomes an input. If the stored job differs from the request (an editor workflow, names of files and other jobs), a
+digest of the request identifies the repeat, however the fleet has changed since. The engine finds the job with the same
+reference.
 """
 
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from hashlib import sha256
+from typing import NamedTuple
 
 import msgspec
 
 from comfyfleet.model.editor_conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.job import Submission
-from comfyfleet.model.workflow import InvalidWorkflow, decoded_graph
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.job import JobInput, JobResult, Submission
+from comfyfleet.model.workflow_graph import InvalidWorkflow, Workflow, decoded_graph
 from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY, Rules
 
 
@@ -137,3 +142,109 @@ def as_asked(submission: Submission) -> Submission:
     return msgspec.structs.replace(
         submission, workflow=workflow, inputs=inputs, variants=(), traceparent=None, sent=None
     )
+
+
+_MAX_ID = 64
+_MAX_NAMES = 10
+
+
+def check_inputs(submission: Submission, graph: Workflow, rules: Rules) -> None:
+    inputs = submission.inputs
+    if len(inputs) > rules.max_inputs:
+        raise _refused(f"a job can have at most {rules.max_inputs} input files; this one has {len(inputs)}")
+    seen: set[tuple[str, str]] = set()
+    for each in inputs:
+        if (each.file is None) == (each.job is None):
+            raise _refused(f"the input {each.target} needs either a 'file' or a 'job'")
+        if each.job is None and (each.output is not None or each.index):
+            raise _refused(f"the input {each.target}: 'output' and 'index' select an output of a 'job'")
+        node = graph.nodes.get(each.node)
+        if node is None:
+            raise _refused(f"the workflow has no node {each.node!r}; it has {_some(list(graph.nodes))}")
+        if each.input not in node.inputs:
+            known = _some(list(node.inputs))
+            raise _refused(
+                f"node {each.node} ({node.class_type}) has no input {each.input!r}; it has {known}"
+            )
+        if (each.node, each.input) in seen:
+            raise _refused(f"the input {each.target} has two files")
+        seen.add((each.node, each.input))
+    attached = sum(len(attachment.data) for attachment in submission.attachments)
+    size = attached + sum(each.size or 0 for each in inputs)
+    if inputs and size > rules.max_attachment_bytes:
+        raise Refusal(
+            RefusalCode.TOO_LARGE,
+            f"the inputs have {size} bytes together; at most {rules.max_attachment_bytes} are allowed",
+            field="inputs",
+        )
+
+
+def output_of(wanted: JobInput, result: JobResult) -> str | Failure:
+    """The selected output file of the earlier job. Its outputs are final, so a failure to find one is final too."""
+    files = list(result.files)
+    if wanted.output is None:
+        # A preview counts only if there are no other outputs.
+        named = [file for file in files if file.folder == "output"] or files
+    else:
+        named = [file for file in files if file.node_id == wanted.output] or [
+            file for file in files if fnmatchcase(file.filename, wanted.output)
+        ]
+    which = "" if wanted.output is None else f" like {wanted.output!r}"
+    if wanted.index >= len(named):
+        there = _some([f"{file.filename} (node {file.node_id})" for file in files])
+        number = f"no output {wanted.index}{which}" if named else f"no output{which}"
+        return _missing(wanted, f"has {number}; it has {there}")
+    file = named[wanted.index]
+    # A direct worker may have written anything to the store.
+    if file.file_id is None or not (0 < len(file.file_id) <= _MAX_ID and file.file_id.isprintable()):
+        return _missing(
+            wanted,
+            f"has {file.filename} only on its server, because its worker uploads no files to a hub. "
+            "Submit that job with requirements.needs_files",
+        )
+    return file.file_id
+
+
+def _missing(wanted: JobInput, what: str) -> Failure:
+    return Failure(
+        FailureKind.MISSING_INPUT,
+        f"the input {wanted.target} is missing: the job {wanted.job} {what}",
+        node_id=wanted.node,
+        missing=(wanted.target,),
+    )
+
+
+def _refused(message: str) -> Refusal:
+    return Refusal(RefusalCode.INVALID_REQUEST, message, field="inputs")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return (", ".join(names[:_MAX_NAMES]) or "none") + more
+
+
+class TokenBucket(msgspec.Struct, frozen=True, gc=False):
+    """The rate limit of submits: a bucket that refills evenly and holds the tokens of one minute. Its tokens that were
+    left at a time."""
+
+    left: float
+    at: float
+
+
+class TokenDraw(NamedTuple):
+    bucket: TokenBucket
+    tokens: int
+    wait_s: float
+    """How long until the next token, if there is none."""
+
+
+def take_tokens(bucket: TokenBucket | None, per_minute: int, wanted: int, now: float) -> TokenDraw:
+    """Take at most `wanted` tokens. An unknown bucket is full."""
+    left = float(per_minute)
+    if bucket is not None:
+        # A clock that goes back adds no tokens.
+        left = min(left, bucket.left + max(0.0, now - bucket.at) * per_minute / 60)
+        now = max(now, bucket.at)
+    turns = min(wanted, int(left))
+    wait_s = 0.0 if turns else (1.0 - left) * 60 / per_minute if per_minute else 60.0
+    return TokenDraw(TokenBucket(left - turns, now), turns, wait_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -69,17 +70,13 @@ def assign(jobs: Sequence[WaitingJob]) -> dict[str, JobId]:
     """
     slots = {slot for choices in _distinct(jobs) for slot in choices}
     if len(slots) == 1:
-        return {slots.pop(): min((job for job in jobs if job.slots), key=_order).job_id}
+        return {slots.pop(): min((job for job in jobs if job.slots), key=attrgetter("order")).job_id}
     matching = _Matching()
-    for job in sorted(jobs, key=_order):
+    for job in sorted(jobs, key=attrgetter("order")):
         if len(matching.holders) == len(slots):
             break
         matching.place(job)
     return {slot: job.job_id for slot, job in matching.holders.items()}
-
-
-def _order(job: WaitingJob) -> tuple[int, RankKey]:
-    return job.order
 
 
 def _distinct(jobs: Iterable[WaitingJob]) -> Iterable[tuple[str, ...]]:

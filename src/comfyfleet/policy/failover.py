@@ -19,7 +19,7 @@ from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHas
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.policy.acceptance import concerns_structure, is_refusal
 from comfyfleet.policy.feasibility import normal_model
-from comfyfleet.policy.retry import BlockRule, RetryChoice, row_of
+from comfyfleet.policy.retry import BlockRule, RetryChoice, rule_of
 from comfyfleet.policy.rules import Rules
 
 
@@ -45,7 +45,7 @@ class FailoverStrategy(Protocol):
 
 
 class SmartFailover:
-    """Counts the failures of a pair, blocks it at the threshold, and releases it after the cooldown."""
+    """Counts the failures of a pair, blocks it at the threshold, and ends the block after the cooldown."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -68,7 +68,7 @@ class SmartFailover:
         failures = 1 + (previous.failures if previous is not None else 0)
         until: float | None
         missing: tuple[str, ...] = ()
-        match row_of(failure).block:
+        match rule_of(failure).block:
             case BlockRule.NONE:
                 return None
             case BlockRule.REFUSAL if not concerns_structure(failure):
@@ -129,7 +129,7 @@ def _is_of_server(failure: Failure, needs: Requirements | None) -> bool:
     return failure.kind is FailureKind.MISSING_MODEL and named.issuperset(map(normal_model, failure.missing))
 
 
-def met_by_two(block: Block, known: Iterable[Block], now: float) -> Block | None:
+def block_for_all_tenants(block: Block, known: Iterable[Block], now: float) -> Block | None:
     """The block for all tenants, if a second tenant has an equal one. `known` are the blocks of the worker. None: no
     second tenant has one, or all tenants are already blocked for at least as long."""
     if block.tenant is None or not block.is_in_force(now):

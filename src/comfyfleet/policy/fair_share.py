@@ -34,7 +34,7 @@ class TenantTurn(NamedTuple):
     end: float
 
 
-def turns(
+def tenant_turns(
     candidates: Iterable[Candidate], seconds_of: Callable[[Candidate], float]
 ) -> dict[JobId, TenantTurn]:
     """Each job of a tenant moves the next one back. Without charges all turns are equal."""

@@ -256,5 +256,9 @@ def is_held_back(worker: WorkerRecord, fleet: Iterable[WorkerRecord]) -> bool:
     declared = worker.capabilities
     if not declared.is_fake or declared.works_beside_real:
         return False
-    # A worker without services never answered and may be a fake too.
-    return any(other.capabilities.services and not other.capabilities.is_fake for other in fleet)
+    return any(map(is_known_real, fleet))
+
+
+def is_known_real(worker: WorkerRecord) -> bool:
+    """A worker whose server never answered offers no services, and may be a fake too."""
+    return bool(worker.capabilities.services) and not worker.capabilities.is_fake

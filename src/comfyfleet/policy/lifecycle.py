@@ -18,7 +18,7 @@ class Transition(StrEnum):
     GIVE_UP = "fail or expire, none left"
     RELEASE = "release"
     CANCEL = "cancel"
-    END = "deadline or total time over"
+    END = "a limit is reached, or it cannot run"
     RETRY = "retry by hand (next round)"
 
 
@@ -66,9 +66,9 @@ def paused(dispatch: Dispatch) -> Change:
     return Change(standing=Readiness.PAUSED)
 
 
-def readiness_at(not_before: float | None, now: float, is_held: bool = False) -> Readiness:
+def readiness_at(not_before: float | None, now: float, awaits_jobs: bool = False) -> Readiness:
     is_early = not_before is not None and not_before > now
-    return Readiness.DELAYED if is_held or is_early else Readiness.IN_LANE
+    return Readiness.DELAYED if awaits_jobs or is_early else Readiness.IN_LANE
 
 
 def diagram() -> str:

@@ -49,7 +49,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     hold_id: HoldId | None = None
 
 
-def judge_open(hold_id: HoldId, dispatch: Dispatch | None) -> FindingKind | None:
+def check_open_round(hold_id: HoldId, dispatch: Dispatch | None) -> FindingKind | None:
     """Compare a sent, open round of a tenant's database with the dispatch in the store."""
     if dispatch is None or dispatch.round < hold_id.round:
         return FindingKind.UNSENT
@@ -58,7 +58,7 @@ def judge_open(hold_id: HoldId, dispatch: Dispatch | None) -> FindingKind | None
     return FindingKind.UNSETTLED if dispatch.phase.is_final else None
 
 
-def judge_dispatch(dispatch: Dispatch, is_known: bool, ended: Phase | None) -> FindingKind | None:
+def check_dispatch(dispatch: Dispatch, is_known: bool, ended: Phase | None) -> FindingKind | None:
     """Compare a dispatch with the tenant's database, which may know the round and its end."""
     if dispatch.phase.is_final:
         if dispatch.settled_at is not None:

@@ -8,7 +8,7 @@ from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import ProfileKey
 from comfyfleet.model.worker import Capabilities, WorkerRecord
-from comfyfleet.policy.workflow_stats import still_warm
+from comfyfleet.policy.workflow_stats import merge_live_state
 
 
 def capabilities_of(call: RegisterWorker, known: WorkerRecord | None) -> Capabilities:
@@ -49,7 +49,7 @@ def registered_again(
         # Another engine may have changed the profile meanwhile.
         profile=stored.profile if stored.capabilities == capabilities else profile,
         slots=call.slots,
-        live=call.live if stored.is_offline else still_warm(stored.live, call.live),
+        live=call.live if stored.is_offline else merge_live_state(stored.live, call.live),
         connected_at=now if stored.is_offline and not call.offline_reason else stored.connected_at,
         last_seen_at=now,
         is_offline=bool(call.offline_reason),

@@ -1,7 +1,7 @@
-"""What follows from a failure: whether, where and when to retry, and what is charged.
+"""What follows from a failure or a release: whether, where and when to retry, and what counts as an attempt.
 
 `TABLE` has a rule for each failure kind; `after_failure` applies it to one dispatch with its limits. `failover.py`
-computes the block on the pair (worker, workflow hash).
+computes the block on the pair (worker, workflow hash). `after_release` limits how often a job is given back.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ TABLE: dict[FailureKind, RetryRule] = {
 }
 
 
-def row_of(failure: Failure) -> RetryRule:
+def rule_of(failure: Failure) -> RetryRule:
     """The rule for a failure. An invalid workflow ends the job at once, unless only this server refuses it. A server's
     death is charged to the worker, so even a job with one attempt gets a second try."""
     if failure.server_died is not None:
@@ -127,10 +127,10 @@ def after_failure(
     fraction: float,
     retry_delay_s: float | None = None,
 ) -> RetryDecision:
-    row = row_of(failure)
-    is_refused = row.block is BlockRule.REFUSAL
-    charged = dispatch.charged + (row.charge is Charge.ATTEMPTS)
-    worker_faults = dispatch.worker_faults + (row.charge is Charge.WORKER_FAULTS)
+    rule = rule_of(failure)
+    is_refused = rule.block is BlockRule.REFUSAL
+    charged = dispatch.charged + (rule.charge is Charge.ATTEMPTS)
+    worker_faults = dispatch.worker_faults + (rule.charge is Charge.WORKER_FAULTS)
     # A refusal is not a failure of the worker.
     failed_on = dispatch.failed_on if is_refused else _with(dispatch.failed_on, worker_id)
     expired_on = dispatch.expired_on
@@ -142,7 +142,7 @@ def after_failure(
     why = ""
     if is_poison:
         why = f"{server_deaths} servers died while they ran it: the workflow is to blame"
-    elif row.is_final or (is_refused and not choice.may_accept):
+    elif rule.is_final or (is_refused and not choice.may_accept):
         why = failure.message
     elif is_refused:
         pass
@@ -157,11 +157,11 @@ def after_failure(
 
     will_retry = not why
     not_before = None
-    if will_retry and row.backs_off:
+    if will_retry and rule.backs_off:
         not_before = now + backoff_s(charged, rules, fraction, retry_delay_s)
     return RetryDecision(
         will_retry=will_retry,
-        charge=row.charge,
+        charge=rule.charge,
         charged=charged,
         worker_faults=worker_faults,
         failed_on=failed_on,
@@ -172,6 +172,26 @@ def after_failure(
         keep_off_worker=will_retry and (is_refused or choice.others > 0),
         why=why,
     )
+
+
+class ReleaseDecision(msgspec.Struct, frozen=True):
+    releases: int
+    """How often the job was given back, as far as it counts."""
+    keep_off_until: float | None = None
+    """Until then the worker that gave the job back does not get it."""
+    failure: Failure | None = None
+    """Set if the job was given back too often: it fails."""
+
+
+def after_release(dispatch: Dispatch, reason: str, rules: Rules, now: float) -> ReleaseDecision:
+    """A release costs no attempt, but only `max_releases` of them are allowed. A worker that declines a job is busy
+    with other work: that does not count, and the worker would decline the job again at once."""
+    if reason == "declined":
+        return ReleaseDecision(dispatch.releases, keep_off_until=now + rules.acknowledge_s)
+    if dispatch.releases >= rules.max_releases:
+        message = f"given back {rules.max_releases} times without a result"
+        return ReleaseDecision(dispatch.releases, failure=Failure(FailureKind.UNKNOWN, message))
+    return ReleaseDecision(dispatch.releases + 1)
 
 
 def _with(workers: tuple[WorkerId, ...], worker_id: WorkerId) -> tuple[WorkerId, ...]:

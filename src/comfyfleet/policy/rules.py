@@ -30,7 +30,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # leases
     lease_ttl_s: float = 60.0
     acknowledge_s: float = 10.0
-    """A lease without a first heartbeat in this time is released without a charge."""
+    """A lease without a first heartbeat in this time is given back; this costs no attempt."""
     worker_lost_s: float = 60.0
     cancel_grace_s: float = 30.0
     """A lease is revoked if its worker has not confirmed a cancellation in this time."""
@@ -41,10 +41,12 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_attempts: int = 3
     max_worker_faults: int = 5
     max_releases: int = 20
+    """How often a job may be given back without a result. Declined jobs do not count."""
     retry_base_s: float = 1.0
     retry_cap_s: float = 60.0
     give_up_workers: int = 3
-    """After failures on so many different workers the job fails: the workflow is to blame."""
+    """The job fails when its lease expired on so many different workers, or when it failed on so many and its
+    workflow is blocked on every compatible worker: the workflow is to blame."""
     accept_timeout_s: float = 30.0
     start_timeout_s: float | None = None
     stall_timeout_s: float | None = None
@@ -72,7 +74,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """After out of memory a job needs a bigger GPU. So often policy checks that there still is one."""
     weights: Weights = Weights()
     round_s: float = 1.0
-    """The longest time between matching passes, in case a wake-up is lost."""
+    """The longest time between matching passes, in case a wake-up is lost. Not the round of a job."""
 
     # priority
     urgency_points: dict[str, int] = msgspec.field(

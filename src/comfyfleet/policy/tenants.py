@@ -42,7 +42,7 @@ def changed(tenant: Tenant, fields: dict[str, Any]) -> Tenant:
     return made
 
 
-def judged(tenant: Tenant, number: int) -> Tenant:
+def terms_reviewed(tenant: Tenant, number: int) -> Tenant:
     """The waiting jobs have been checked with the terms of this number."""
     return replace(tenant, judged_number=max(tenant.judged_number, number))
 
@@ -53,7 +53,7 @@ def check_terms(tenant: Tenant) -> None:
         return
     if not isinstance(tenant.price, ServicePrice):
         accounting.ceiling(tenant.price, "")
-    if tenant.allows_direct and accounting.is_told_by_worker(tenant.price):
+    if tenant.allows_direct and accounting.depends_on_worker_report(tenant.price):
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
             "a tenant with a price by usage cannot allow direct workers, because no hub verifies their reports: "
@@ -83,22 +83,23 @@ def terms_of(tenant: Tenant) -> TenantTerms:
     return TenantTerms(tenant.tenant_id, tenant.weight, tenant.caps.max_running, held_until)
 
 
-def moving(tenant: Tenant, pool: str, now: float) -> Tenant:
+def start_move(tenant: Tenant, database: str, now: float) -> Tenant:
     """Start a move to another database, or cancel a running move by naming the current one."""
     _check_stays(tenant)
     if tenant.state is TenantState.MOVING:
-        if pool == tenant.moving_to:
+        if database == tenant.moving_to:
             return tenant
-        if pool != tenant.pool:
+        if database != tenant.database:
             raise Refusal(
                 RefusalCode.WRONG_PHASE,
                 f"tenant {tenant.tenant_id!r} is being moved to the database {tenant.moving_to!r}: wait, or cancel the "
-                f"move by naming {tenant.pool!r}",
+                f"move by naming {tenant.database!r}",
             )
-        return replace(tenant, moving_to=pool, moving_since=now, moved_from=tenant.moving_to)
-    if pool == tenant.pool:
+        return replace(tenant, moving_to=database, moving_since=now, moved_from=tenant.moving_to)
+    if database == tenant.database:
         raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"tenant {tenant.tenant_id!r} is already in the database {pool!r}"
+            RefusalCode.INVALID_REQUEST,
+            f"tenant {tenant.tenant_id!r} is already in the database {database!r}",
         )
     if tenant.moved_from is not None:
         raise Refusal(
@@ -108,31 +109,31 @@ def moving(tenant: Tenant, pool: str, now: float) -> Tenant:
             retry_after_s=_RETRY_S,
         )
     return replace(
-        tenant, state=TenantState.MOVING, returns_to=tenant.state, moving_to=pool, moving_since=now
+        tenant, state=TenantState.MOVING, returns_to=tenant.state, moving_to=database, moving_since=now
     )
 
 
-def arrived(tenant: Tenant, as_begun: Tenant, *, is_copied: bool) -> Tenant:
+def complete_move(tenant: Tenant, as_begun: Tenant, *, is_copied: bool) -> Tenant:
     """Complete a move. `as_begun` is the tenant at its start: a move that was cancelled or completed is refused."""
     is_same = tenant.state is TenantState.MOVING and tenant.moving_since == as_begun.moving_since
     if not is_same or tenant.moving_to is None:
         raise Refusal(RefusalCode.WRONG_PHASE, f"this move of tenant {tenant.tenant_id!r} is over")
     return replace(
         tenant,
-        pool=tenant.moving_to,
+        database=tenant.moving_to,
         state=tenant.returns_to,
         moving_to=None,
         moving_since=None,
-        moved_from=tenant.pool if is_copied else tenant.moved_from,
+        moved_from=tenant.database if is_copied else tenant.moved_from,
     )
 
 
-def tidied(tenant: Tenant, pool: str) -> Tenant:
+def complete_cleanup(tenant: Tenant, database: str) -> Tenant:
     """The old database has no more rows of the tenant."""
-    return replace(tenant, moved_from=None) if tenant.moved_from == pool else tenant
+    return replace(tenant, moved_from=None) if tenant.moved_from == database else tenant
 
 
-def leaving(tenant: Tenant, confirm: str | None) -> Tenant:
+def start_deletion(tenant: Tenant, confirm: str | None) -> Tenant:
     if confirm != tenant.tenant_id:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
@@ -173,7 +174,7 @@ def name_for(worker_id: WorkerId, access: TenantAccess, tenant: TenantId | None)
     return worker_id if is_known_to(access, tenant) else ANOTHER
 
 
-def asker_of(tenant: TenantId) -> TenantId | None:
+def reader_of(tenant: TenantId) -> TenantId | None:
     """The reader of an answer about a job of this tenant. Without tenants it is the operator (None)."""
     return None if tenant == DEFAULT_TENANT else tenant
 

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from comfyfleet.model.dispatch import Change, Dispatch, Phase
+from comfyfleet.model.editor_conversion import with_nodes
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import Isolation, LocationNeed, RequirementClass, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
-from comfyfleet.model.workflow import Node, Workflow, check_workflow, files_of
-from comfyfleet.model.workflow_variants import with_nodes
-from comfyfleet.policy.priority import effective_priority
+from comfyfleet.model.workflow import files_of
+from comfyfleet.model.workflow_graph import Node, Workflow, check_workflow
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.timers import wake_at
+from comfyfleet.policy.timers import effective_priority, wake_at
 
 _STRICTNESS: tuple[Isolation, ...] = ("none", "loose", "strict")
 _MEGAPIXEL = 1024 * 1024
@@ -35,11 +35,11 @@ def under_terms(submission: Submission, tenant: Tenant) -> Submission:
     """The checked submission with the terms applied. The job record holds the original, so that repeats are recognised
     and a retry uses the terms of its own time."""
     check_state(tenant)
-    check_kept(submission, tenant)
+    check_within_terms(submission, tenant)
     return with_terms(submission, tenant)
 
 
-def check_kept(submission: Submission, tenant: Tenant) -> None:
+def check_within_terms(submission: Submission, tenant: Tenant) -> None:
     """Refuse a new or waiting job that violates the terms, whatever the state of the tenant."""
     check_graph(tenant, submission.workflow)
     for variant in submission.variants:
@@ -47,15 +47,15 @@ def check_kept(submission: Submission, tenant: Tenant) -> None:
     check_region(tenant, submission.requirements)
 
 
-def keeps_to(submission: Submission, tenant: Tenant) -> bool:
+def is_within_terms(submission: Submission, tenant: Tenant) -> bool:
     try:
-        check_kept(submission, tenant)
+        check_within_terms(submission, tenant)
     except Refusal:
         return False
     return True
 
 
-def judged_again(cls: RequirementClass, submission: Submission, tenant: Tenant) -> RequirementClass:
+def class_under_terms(cls: RequirementClass, submission: Submission, tenant: Tenant) -> RequirementClass:
     """The class of a waiting job under the current terms. Direct workers can be excluded later but not admitted,
     because the payload's location is fixed."""
     needs = with_terms(submission, tenant).requirements

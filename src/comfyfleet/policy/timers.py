@@ -1,7 +1,9 @@
-"""When a dispatch needs attention (`wake_at`), and what is due then (`review`).
+"""When a dispatch needs attention (`wake_at`), what is due then (`review`), and its effective priority.
 
 A dispatch has one `wake_at`: the earliest of its delay, preference, rising priority, deadline, total timeout and an
-unconfirmed stop. The sweeper calls `review` at that time. Also here: when a job that no known worker can run fails.
+unconfirmed stop. The sweeper calls `review` at that time, and when the lease ends. The store orders by the effective
+priority, higher first; fair share and the ranking in `assignment.py` break ties. Also here: when a job that no known
+worker can run fails.
 """
 
 from __future__ import annotations
@@ -14,8 +16,7 @@ from comfyfleet.model.dispatch import Change, Dispatch, Phase, Readiness, Stop
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy.lifecycle import readiness_at
-from comfyfleet.policy.priority import effective_priority, next_priority_change
-from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY, Rules
 
 
 class Due(StrEnum):
@@ -49,8 +50,8 @@ def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
                 dispatch.priority_ceiling,
             )
         )
-        if dispatch.is_held:
-            moments.append(next_look(dispatch, now, rules))
+        if dispatch.awaits_jobs:
+            moments.append(next_check(dispatch, now, rules))
         elif dispatch.standing is Readiness.DELAYED:
             moments.append(dispatch.not_before)
     elif (asked_at := dispatch.stop_requested_at) is not None:
@@ -58,20 +59,20 @@ def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
     return min((moment for moment in moments if moment is not None), default=None)
 
 
-def next_look(dispatch: Dispatch, now: float, rules: Rules) -> float:
+def next_check(dispatch: Dispatch, now: float, rules: Rules) -> float:
     """The next check of a job that waits for others, in case a notification is lost: after half its age."""
     age_s = max(0.0, now - dispatch.queued_at)
     return now + min(rules.held_look_cap_s, max(rules.held_look_s, age_s / 2))
 
 
-def released(dispatch: Dispatch, now: float, rules: Rules) -> Change:
+def dependencies_met(dispatch: Dispatch, now: float, rules: Rules) -> Change:
     """All awaited jobs completed. The wait for a preference starts now."""
     standing = dispatch.standing
     if standing is Readiness.DELAYED:
         standing = readiness_at(dispatch.not_before, now)
     relax_at = None if dispatch.relaxed_class is None else now + rules.affinity_wait_s
-    free = msgspec.structs.replace(dispatch, is_held=False, standing=standing, relax_at=relax_at)
-    return msgspec.structs.replace(_placed(free, now, rules), is_held=False)
+    free = msgspec.structs.replace(dispatch, awaits_jobs=False, standing=standing, relax_at=relax_at)
+    return msgspec.structs.replace(_placed(free, now, rules), awaits_jobs=False)
 
 
 def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
@@ -100,8 +101,8 @@ def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
     return Review(Due.NOTHING, _placed(dispatch, now, rules))
 
 
-def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:
-    """Return to the queue after a lease, or pause if requested. Timers that passed during the run take effect."""
+def requeued(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:
+    """Back to the queue after a lease, or paused if requested. Timers that passed during the run take effect."""
     standing = readiness_at(not_before, now) if dispatch.pause_requested_at is None else Readiness.PAUSED
     waiting = msgspec.structs.replace(
         dispatch, phase=phase, lease=None, standing=standing, not_before=not_before
@@ -114,7 +115,7 @@ def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: fl
     return msgspec.structs.replace(placed, pause_requested_at=None, retry_requested_at=None)
 
 
-def asked_to_stop(dispatch: Dispatch, stop: Stop, now: float, rules: Rules) -> Change:
+def request_stop(dispatch: Dispatch, stop: Stop, now: float, rules: Rules) -> Change:
     """Request a stop. The phase does not change: the lease goes on until the worker confirms or the grace ends."""
     # A repeated request does not give the worker more time.
     since = dispatch.stop_requested_at or now
@@ -139,7 +140,7 @@ def _placed(dispatch: Dispatch, now: float, rules: Rules) -> Change:
         assert dispatch.relaxed_class is not None, "relax_at needs a relaxed_class"
         class_key = dispatch.relaxed_class
     standing = dispatch.standing
-    if standing is Readiness.DELAYED and not dispatch.is_held and (dispatch.not_before or 0.0) <= now:
+    if standing is Readiness.DELAYED and not dispatch.awaits_jobs and (dispatch.not_before or 0.0) <= now:
         standing = Readiness.IN_LANE
     placed = msgspec.structs.replace(
         dispatch,
@@ -167,7 +168,7 @@ def unrunnable_after(tenant: Tenant | None, rules: Rules) -> float:
 
 def fails_at(dispatch: Dispatch, since: float, after_s: float) -> float | None:
     """`since`: when no worker could run its class for the first time. None: the job does not wait for a worker."""
-    if dispatch.phase is not Phase.QUEUED or dispatch.is_held or dispatch.standing is Readiness.PAUSED:
+    if dispatch.phase is not Phase.QUEUED or dispatch.awaits_jobs or dispatch.standing is Readiness.PAUSED:
         return None
     if dispatch.relaxed_class is not None:
         # Its requirements relax soon.
@@ -189,3 +190,60 @@ def _duration(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:g} {name}"
     return f"{seconds:g} s"
+
+
+def effective_priority(
+    base: int,
+    tier: int,
+    urgency: str,
+    deadline_at: float | None,
+    now: float,
+    rules: Rules,
+    ceiling: int | None = None,
+) -> int:
+    """The sum of the job's priority, its tenant's tier, its urgency and a bonus for a near deadline.
+
+    The tenant's ceiling limits the whole sum. An urgency without points in the rules adds nothing.
+    """
+    own = base + tier + rules.urgency_points.get(urgency, 0)
+    raised = own + _deadline_points(deadline_at, now, rules)
+    highest = MAX_PRIORITY if ceiling is None else min(ceiling, MAX_PRIORITY)
+    return max(MIN_PRIORITY, min(raised, highest))
+
+
+def next_priority_change(
+    base: int,
+    tier: int,
+    urgency: str,
+    deadline_at: float | None,
+    now: float,
+    rules: Rules,
+    ceiling: int | None = None,
+) -> float | None:
+    """The first time after now at which the effective priority changes. None: never."""
+    if deadline_at is None:
+        return None
+    current = effective_priority(base, tier, urgency, deadline_at, now, rules, ceiling)
+    for step in range(rules.deadline_steps):
+        time = _step_at(step, deadline_at, rules)
+        # A step may change nothing, because of a limit or because there are fewer points than steps.
+        if time > now and (
+            effective_priority(base, tier, urgency, deadline_at, time, rules, ceiling) != current
+        ):
+            return time
+    return None
+
+
+def _deadline_points(deadline_at: float | None, now: float, rules: Rules) -> int:
+    if deadline_at is None or rules.deadline_steps <= 0:
+        return 0
+    taken = sum(_step_at(step, deadline_at, rules) <= now for step in range(rules.deadline_steps))
+    return rules.deadline_points * taken // rules.deadline_steps
+
+
+def _step_at(step: int, deadline_at: float, rules: Rules) -> float:
+    """Step 0 is at the start of the window, and the last one is a step's length before the deadline.
+
+    Every comparison with the clock uses this expression, so a timer for a step fires exactly at it.
+    """
+    return deadline_at - rules.deadline_window_s * (rules.deadline_steps - step) / rules.deadline_steps

@@ -63,7 +63,7 @@ def wait_s(tries: int, fraction: float, rules: Rules, retry_after_s: float | Non
     return max(longest * (1 + fraction) / 2, min(asked, rules.delivery_cap_s))
 
 
-def given_up(delivery: Delivery, why: str, now: float) -> Delivery:
+def abandoned(delivery: Delivery, why: str, now: float) -> Delivery:
     return msgspec.structs.replace(
         delivery,
         status=DeliveryStatus.GIVEN_UP,
@@ -75,7 +75,7 @@ def given_up(delivery: Delivery, why: str, now: float) -> Delivery:
     )
 
 
-def asked_again(delivery: Delivery, now: float) -> Delivery:
+def retried_manually(delivery: Delivery, now: float) -> Delivery:
     """A manual retry: at once, with all tries."""
     return msgspec.structs.replace(
         delivery, status=DeliveryStatus.PENDING, tries=0, next_at=now, claimed_until=None, ended_at=None

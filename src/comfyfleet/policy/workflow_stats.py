@@ -68,17 +68,13 @@ def with_memory(
     return msgspec.structs.replace(needs, hardware=hardware)
 
 
-def no_workflow_stats(workflow_hash: WorkflowHash) -> WorkflowStats:
-    return WorkflowStats(workflow_hash)
-
-
 def warmed(live: LiveState, models: Iterable[str], workflow_hash: WorkflowHash) -> LiveState:
     """Live values after a run. ComfyUI does not report loaded models, so those of the last run count as loaded."""
     loaded = frozenset(models) or live.loaded_models
     return msgspec.structs.replace(live, loaded_models=loaded, last_workflow=workflow_hash)
 
 
-def still_warm(known: LiveState, reported: LiveState) -> LiveState:
+def merge_live_state(known: LiveState, reported: LiveState) -> LiveState:
     """The reported live values, with the last run's values where the worker reports none."""
     return msgspec.structs.replace(
         reported,

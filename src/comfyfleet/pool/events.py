@@ -39,7 +39,6 @@ from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, ProgressEve
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import JobResult, OutputFile
-from comfyfleet.ports import Clock
 
 EventName = Literal[
     "pool:ready",
@@ -100,65 +99,15 @@ class PoolEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 Handler = Callable[[PoolEvent], object] | Callable[[PoolEvent], Awaitable[object]]
 
 
-class _Listener:
-    __slots__ = ("handler", "name", "where")
-
-    def __init__(self, name: str, handler: Handler, where: Mapping[str, Any]) -> None:
-        self.name = name
-        self.handler = handler
-        self.where = where
+class _Listener(msgspec.Struct, frozen=True, eq=False):
+    name: str
+    handler: Handler
+    where: Mapping[str, Any]
 
     def wants(self, event: PoolEvent) -> bool:
         if self.name not in (event.name, "*"):
             return False
         return all(event.metadata.get(key) == value for key, value in self.where.items())
-
-
-class Listeners:
-    """The registered handlers. They are called in the order of the events. A failing handler does not affect others."""
-
-    def __init__(self) -> None:
-        self._listeners: list[_Listener] = []
-        self._names: frozenset[str] = frozenset()
-
-    def add(self, name: str, handler: Handler, where: Mapping[str, Any] | None) -> Callable[[], None]:
-        if name != "*" and name not in EVENT_NAMES:
-            raise ValueError(
-                f"there is no event {name!r}; the events are: {', '.join(EVENT_NAMES)}, or '*' for all"
-            )
-        listener = _Listener(name, handler, where or {})
-        self._listeners.append(listener)
-        self._note_names()
-
-        def leave() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-                self._note_names()
-
-        return leave
-
-    def _note_names(self) -> None:
-        self._names = frozenset(listener.name for listener in self._listeners)
-
-    def __bool__(self) -> bool:
-        return bool(self._listeners)
-
-    async def tell(self, event: PoolEvent, at: float) -> None:
-        if event.name not in self._names and "*" not in self._names:
-            return
-        for listener in tuple(self._listeners):
-            if not listener.wants(event):
-                continue
-            try:
-                answer = listener.handler(event)
-                if inspect.isawaitable(answer):
-                    await answer
-            except Exception as error:
-                _LOG.exception("a handler of %s failed", event.name)
-                if event.name != "pool:error":
-                    message = f"a handler of {event.name} failed: {error}"
-                    report = PoolEvent("pool:error", at, message=message, error_type=type(error).__name__)
-                    await self.tell(report, at)
 
 
 class JobLabel(msgspec.Struct, frozen=True, gc=False):
@@ -273,19 +222,21 @@ def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
 
 
 class EventDispatcher:
-    """Delivers events to handlers and to watchers of single jobs."""
+    """Delivers events to handlers and to watchers of single jobs.
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    Handlers are called in the order of the events. A failing handler does not affect others.
+    """
+
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._clock = clock
-        self._listeners = Listeners()
+        self._listeners: list[_Listener] = []
         self._events = LocalSubscription(lambda _: None)
         self._labels: dict[JobId, JobLabel] = {}
         """The labels of open jobs with published events."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._engine.bus.listen(self.hear)
+        self._engine.bus.listen(self.on_event)
         self._task = asyncio.get_running_loop().create_task(self._publish(), name="pool events")
 
     async def close(self) -> None:
@@ -295,9 +246,20 @@ class EventDispatcher:
             await self._task
 
     def on(self, name: str, handler: Handler, where: Mapping[str, Any] | None) -> Callable[[], None]:
-        return self._listeners.add(name, handler, where)
+        if name != "*" and name not in EVENT_NAMES:
+            raise ValueError(
+                f"there is no event {name!r}; the events are: {', '.join(EVENT_NAMES)}, or '*' for all"
+            )
+        listener = _Listener(name, handler, where or {})
+        self._listeners.append(listener)
 
-    def hear(self, event: Event) -> None:
+        def leave() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return leave
+
+    def on_event(self, event: Event) -> None:
         if self._listeners:
             self._events.offer(event)
 
@@ -311,7 +273,7 @@ class EventDispatcher:
 
     async def _publish(self) -> None:
         async for event in self._events:
-            now = self._clock.now()
+            now = self._engine.now()
             try:
                 events = await self._events_of(event)
             except Exception as error:
@@ -320,7 +282,22 @@ class EventDispatcher:
                 message = f"a {event.kind} event could not be published: {error}"
                 events = (PoolEvent("pool:error", now, message=message, error_type=type(error).__name__),)
             for each in events:
-                await self._listeners.tell(each, now)
+                await self._notify(each, now)
+
+    async def _notify(self, event: PoolEvent, at: float) -> None:
+        for listener in tuple(self._listeners):
+            if not listener.wants(event):
+                continue
+            try:
+                answer = listener.handler(event)
+                if inspect.isawaitable(answer):
+                    await answer
+            except Exception as error:
+                _LOG.exception("a handler of %s failed", event.name)
+                if event.name != "pool:error":
+                    message = f"a handler of {event.name} failed: {error}"
+                    report = PoolEvent("pool:error", at, message=message, error_type=type(error).__name__)
+                    await self._notify(report, at)
 
     async def _events_of(self, event: Event) -> Iterable[PoolEvent]:
         if isinstance(event, FleetEvent):
@@ -339,7 +316,7 @@ class EventDispatcher:
             return (of_progress(event, label),)
         result = failure = None
         if event.kind is FactKind.COMPLETED:
-            job = await self._engine.store.records.get(event.job_id)
+            job = await self._engine.reader.records.get(event.job_id)
             result = None if job is None else job.result
         elif event.kind in (FactKind.FAILED, FactKind.RETRYING):
             failure = await self._failure(event)
@@ -348,13 +325,13 @@ class EventDispatcher:
     async def _failure(self, fact: Fact) -> Failure | None:
         """The whole failure: a fact has no traceback."""
         number = (fact.data or {}).get("lease")
-        for attempt in await self._engine.store.attempts(fact.job_id):
+        for attempt in await self._engine.reader.attempts(fact.job_id):
             if attempt.lease_number == number:
                 return attempt.failure
         return None
 
     async def _read_label(self, job_id: JobId) -> JobLabel:
-        job = await self._engine.store.records.get(job_id)
+        job = await self._engine.reader.records.get(job_id)
         if job is None:
             return JobLabel(job_id, "", {})
         return JobLabel(job.reference or job_id, job.workflow_hash, job.payload.metadata or {})

@@ -7,7 +7,6 @@ checks one job of each kind.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.pool.records import offline_words
-from comfyfleet.worker.settings import AgentState, AgentStatus
+from comfyfleet.worker.settings import AgentState, AgentStatus, wait_within
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,12 +102,10 @@ class Notices:
                     # A missing store is reported by the calls that need it.
                     _LOG.debug("job %s could not be checked: %r", watched.public_id, error)
             self._logged &= {watched.cause for watched in self._watched.values()}
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_AGAIN_S):
-                    await self._is_wanted.wait()
+            await wait_within(self._is_wanted, _LOOK_AGAIN_S)
 
     async def _look(self, kind: Kind, watched: _Watched) -> None:
-        dispatch = await self._engine.store.load(watched.job_id)
+        dispatch = await self._engine.reader.load(watched.job_id)
         if dispatch is None or dispatch.phase.is_final:
             if self._watched.get(kind) is watched:
                 del self._watched[kind]

@@ -9,7 +9,6 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
@@ -23,7 +22,7 @@ from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Attachment, JobResult, OutputFile, Submission, Urgency
 from comfyfleet.model.requirement import Preferences, Requirements
-from comfyfleet.model.workflow import hash_workflow
+from comfyfleet.model.workflow_hash import hash_workflow
 from comfyfleet.policy.failover import FailoverStrategy
 from comfyfleet.policy.rules import Rules, problem_of
 from comfyfleet.pool.events import EventDispatcher, EventName, Handler, PoolEvent
@@ -57,7 +56,7 @@ from comfyfleet.pool.records import (
     record_of,
     within,
 )
-from comfyfleet.pool.servers import PoolServers
+from comfyfleet.pool.servers import PoolAgents, PoolServers
 from comfyfleet.ports import Store
 from comfyfleet.stores.factory import open_store, refuse_if_encrypted
 from comfyfleet.stores.failure_texts import without_a_hub
@@ -121,17 +120,11 @@ class WorkflowPool:
             health_interval_s=seconds(health_check_interval) or 0.0,
             reconnect_grace_s=seconds(reconnection_grace) or 0.0,
         )
-        self._servers = PoolServers(
-            self._engine,
-            agent_settings,
-            comfyui or ComfyUISettings(),
-            slots,
-            self._engine.clock,
-            self._on_state,
-        )
+        agents = PoolAgents(self._on_state, agent_settings, comfyui)
+        self._servers = PoolServers(self._engine, agents, slots)
         self._affinities = {checked(each).workflow_hash: each for each in workflow_affinities}
-        self._dispatcher = EventDispatcher(self._engine, self._engine.clock)
-        self._notices = Notices(self._engine, self._dispatcher.hear)
+        self._dispatcher = EventDispatcher(self._engine)
+        self._notices = Notices(self._engine, self._dispatcher.on_event)
         self._waiting = JobWaiters()
         self._forgets = isinstance(store, str) and store.startswith("memory:")
         self._first_servers = tuple(servers)
@@ -143,9 +136,7 @@ class WorkflowPool:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
@@ -156,19 +147,19 @@ class WorkflowPool:
         self._state = "closed"
         await self._engine.__aenter__()
         self._state = "open"
-        self._engine.bus.listen(self._waiting.hear)
+        self._engine.bus.listen(self._waiting.on_event)
         self._dispatcher.start()
         self._notices.start()
         try:
             await refuse_if_encrypted(self._engine.store.documents)
             for server in self._first_servers:
                 await self._servers.add(server)
-            await self._servers.first_verdicts()
+            await self._servers.agents.wait_for_first_checks()
         except BaseException:
             await self.close()
             raise
-        message = f"{self._servers.online()} of {len(self._servers)} server(s) online"
-        self._dispatcher.hear(FleetEvent("ready", self._engine.now(), WorkerId(""), {"message": message}))
+        message = f"{self._servers.online()} of {len(self._servers.agents)} server(s) online"
+        self._dispatcher.on_event(FleetEvent("ready", self._engine.now(), WorkerId(""), {"message": message}))
 
     async def close(self) -> None:
         """Stop at once and cancel running jobs on their servers. Call `drain()` first to let them finish."""
@@ -183,14 +174,14 @@ class WorkflowPool:
                     "%d job(s) were still waiting or running and are lost with the memory store", left
                 )
         await self._notices.close()
-        await self._servers.close()
+        await self._servers.agents.close()
         await self._engine.close()
         self._waiting.wake_all()
         await self._dispatcher.close()
 
     async def drain(self) -> None:
         """Take no new jobs, and return when the running ones have ended."""
-        await self._servers.drain()
+        await self._servers.agents.drain()
 
     # servers
 
@@ -198,7 +189,7 @@ class WorkflowPool:
         """Add a server and return its id when the pool has asked it for its inventory."""
         self._must_be_open()
         server_id = await self._servers.add(server)
-        await self._servers.first_verdicts()
+        await self._servers.agents.wait_for_first_checks()
         return server_id
 
     async def remove_server(self, client_id: str, *, drain: bool = True) -> None:
@@ -256,7 +247,7 @@ class WorkflowPool:
             preferred_client_ids, affinity_mode = affinity.preferred_client_ids, affinity.mode
         if preferred_client_ids or excluded_client_ids:
             wanted = Affinity("", preferred_client_ids, excluded_client_ids, affinity_mode)
-            needs, ranking = routed(needs, ranking, wanted, self._servers.names())
+            needs, ranking = routed(needs, ranking, wanted, self._servers.agents.names())
         submission = Submission(
             graph,
             reference=job_id,
@@ -303,7 +294,7 @@ class WorkflowPool:
         """The record of the job when it has ended, with any outcome."""
         check(WAIT, locals())
         inner = await self._inner(job_id)
-        with self._waiting.for_end_of(inner) as ended, self._engine.following(inner, look=ended.set):
+        with self._waiting.for_end_of(inner) as ended, self._engine.following(inner, recheck=ended.set):
             try:
                 async with within(seconds(timeout)):
                     while True:
@@ -418,7 +409,7 @@ class WorkflowPool:
     def _on_state(self, client_id: str, state: AgentState) -> None:
         self._notices.server_changed(client_id, state)
         data = {"state": state.status.value, "message": state.reason}
-        self._dispatcher.hear(FleetEvent("state", self._engine.now(), WorkerId(client_id), data))
+        self._dispatcher.on_event(FleetEvent("state", self._engine.now(), WorkerId(client_id), data))
 
     async def _inner(self, job_id: str) -> JobId:
         """The engine's id for the caller's own job id, or for the engine's id itself."""

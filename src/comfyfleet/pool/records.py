@@ -176,7 +176,7 @@ class JobWaiters:
             if not waiting:
                 self._waiting.pop(job_id, None)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, Fact) and event.kind.is_final:
             for ended in self._waiting.get(event.job_id, ()):
                 ended.set()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,16 +33,13 @@ from comfyfleet.worker.journal import Journal
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
 
 
-class PoolMember:
+class PoolMember(NamedTuple):
     """A server with its connector and agent."""
 
-    __slots__ = ("agent", "connector", "server")
-
-    def __init__(self, server: Server, connector: Connector, agent: Agent) -> None:
-        self.server = server
-        self.connector = connector
-        """The first service. Most workers have no other."""
-        self.agent = agent
+    server: Server
+    connector: Connector
+    """The first service. Most workers have no other."""
+    agent: Agent
 
 
 class PoolAgents:
@@ -59,7 +55,7 @@ class PoolAgents:
         self._journals = journals
         self._on_state = on_state
         self._agent_settings = agent or AgentSettings()
-        self._comfyui_settings = comfyui or ComfyUISettings()
+        self.comfyui_settings = comfyui or ComfyUISettings()
         self._members: dict[str, PoolMember] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -112,9 +108,9 @@ class PoolAgents:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST, f"server {server.id!r} has neither a url nor a connector"
             )
-        headers = {**self._comfyui_settings.headers, **server.headers}
+        headers = {**self.comfyui_settings.headers, **server.headers}
         settings = msgspec.structs.replace(
-            self._comfyui_settings,
+            self.comfyui_settings,
             headers=headers,
             folder=server.folder,
             clears_history=server.clears_history,
@@ -128,8 +124,8 @@ class PoolAgents:
         await member.agent.stop()
         del self._members[name]
 
-    async def first_verdicts(self) -> None:
-        await asyncio.gather(*(member.agent.first_verdict() for member in self._members.values()))
+    async def wait_for_first_checks(self) -> None:
+        await asyncio.gather(*(member.agent.wait_for_first_check() for member in self._members.values()))
 
     async def drain(self) -> None:
         await asyncio.gather(*(member.agent.drain() for member in self._members.values()))
@@ -150,31 +146,15 @@ class FetchesOutputs(Protocol):
 
 
 class PoolServers:
-    def __init__(
-        self,
-        engine: Engine,
-        agent_settings: AgentSettings,
-        comfyui_settings: ComfyUISettings,
-        slots: int,
-        clock: Clock,
-        on_state: Callable[[str, AgentState], None],
-        journals: Path | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, agents: PoolAgents, slots: int = 1) -> None:
+        """`slots` is the default of a server."""
         self._engine = engine
-        self._comfyui_settings = comfyui_settings
+        self.agents = agents
         self._slots = slots
-        self._clock = clock
-        self._agents = PoolAgents(on_state, agent_settings, comfyui_settings, journals)
         self._added_at: dict[str, float] = {}
 
-    def __len__(self) -> int:
-        return len(self._agents)
-
-    def names(self) -> tuple[str, ...]:
-        return self._agents.names()
-
     def online(self) -> int:
-        return sum(member.agent.state.status is AgentStatus.ONLINE for member in self._agents.members())
+        return sum(member.agent.state.status is AgentStatus.ONLINE for member in self.agents.members())
 
     async def add(self, given: str | Server) -> str:
         server = Server(given, slots=self._slots) if isinstance(given, str) else given
@@ -185,12 +165,12 @@ class PoolServers:
         check(SERVER, msgspec.structs.asdict(server))
         name = self._name(server)
         declared = server.capabilities
-        if not self._engine.store.is_shared:
+        if not self._engine.reader.is_shared:
             # All jobs are of this program, which named its servers, so a fake server may work too.
             declared = msgspec.structs.replace(declared or Capabilities(()), works_beside_real=True)
         server = msgspec.structs.replace(server, id=name, capabilities=declared)
-        await self._agents.add(self._engine, server)
-        self._added_at[name] = self._clock.now()
+        await self.agents.add(self._engine, server)
+        self._added_at[name] = self._engine.now()
         return name
 
     @staticmethod
@@ -204,33 +184,21 @@ class PoolServers:
         except ValueError as error:
             raise Refusal(RefusalCode.INVALID_REQUEST, str(error)) from error
 
-    async def first_verdicts(self) -> None:
-        await self._agents.first_verdicts()
-
     async def remove(self, name: str, *, drain: bool) -> None:
         self._member(name)
-        await self._agents.remove(name, drain=drain)
+        await self.agents.remove(name, drain=drain)
         self._added_at.pop(name, None)
         await self._engine.remove_worker(WorkerId(name))
 
     async def refresh(self, name: str | None) -> None:
-        members = self._agents.members() if name is None else (self._member(name),)
+        members = self.agents.members() if name is None else (self._member(name),)
         await asyncio.gather(*(member.agent.refresh() for member in members))
 
-    async def drain(self) -> None:
-        await self._agents.drain()
-
-    async def drained(self) -> None:
-        await self._agents.drained()
-
-    async def close(self) -> None:
-        await self._agents.close()
-
     async def fetch(self, file: OutputFile, name: str | None) -> bytes:
-        is_elsewhere = self._engine.store.is_shared and file.url is not None
-        if name is not None and name not in self._agents and is_elsewhere:
+        is_elsewhere = self._engine.reader.is_shared and file.url is not None
+        if name is not None and name not in self.agents and is_elsewhere:
             return await self._fetch_elsewhere(file)
-        for member in self._agents.members() if name is None else (self._member(name),):
+        for member in self.agents.members() if name is None else (self._member(name),):
             is_its = name is not None or (
                 isinstance(member.connector, ComfyUI)
                 and file.url is not None
@@ -253,22 +221,22 @@ class PoolServers:
                 RefusalCode.NOT_FOUND, f"{file.filename!r} is at {file.url}, which is not a ComfyUI server"
             )
         # The headers with credentials are only for our own servers.
-        settings = msgspec.structs.replace(self._comfyui_settings, headers={})
+        settings = msgspec.structs.replace(self.agents.comfyui_settings, headers={})
         async with ComfyUI(base, settings) as server:
             return await server.fetch(file)
 
     async def stats(self) -> tuple[ServerStats, ...]:
         records = {worker.worker_id: worker for worker in await self._engine.workers()}
-        now = self._clock.now()
+        now = self._engine.now()
         blocks = [
             block for block in await self._engine.blocks() if block.is_in_force(now) and not block.names_job
         ]
         found = []
-        for member in self._agents.members():
+        for member in self.agents.members():
             name = str(member.agent.worker_id)
             worker = records.get(WorkerId(name))
             completed, failed = (0, 0) if worker is None else (worker.completed, worker.failed)
-            running = len(await self._engine.store.leases_of(WorkerId(name)))
+            running = len(await self._engine.reader.leases_of(WorkerId(name)))
             lived_s = max(1e-9, (now - self._added_at.get(name, now)) * member.server.slots)
             found.append(
                 ServerStats(
@@ -290,9 +258,9 @@ class PoolServers:
 
     def _member(self, name: str) -> PoolMember:
         try:
-            return self._agents[name]
+            return self.agents[name]
         except KeyError:
-            known = ", ".join(self._agents.names()) or "none"
+            known = ", ".join(self.agents.names()) or "none"
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"the pool has no server {name!r}; it has: {known}"
             ) from None
@@ -327,15 +295,7 @@ class StoreWorkers:
                 "use a redis://… or postgresql://… store, or give the servers to that one process",
             )
         self._engine = Engine(opened, rules=rules, clock=clock)
-        self._servers = PoolServers(
-            self._engine,
-            agent or AgentSettings(),
-            comfyui or ComfyUISettings(),
-            1,
-            self._engine.clock,
-            on_state,
-            journals,
-        )
+        self._servers = PoolServers(self._engine, PoolAgents(on_state, agent, comfyui, journals))
         self._first_servers = tuple(servers)
 
     async def __aenter__(self) -> StoreWorkers:
@@ -345,25 +305,23 @@ class StoreWorkers:
                 await refuse_if_encrypted(self._engine.store.documents)
             for server in self._first_servers:
                 await self._servers.add(server)
-            await self._servers.first_verdicts()
+            await self._servers.agents.wait_for_first_checks()
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def drain(self) -> None:
         """Take no new jobs. Return when the running ones have ended or, after the grace, were released."""
-        await self._servers.drain()
+        await self._servers.agents.drain()
 
     async def drained(self) -> None:
         """Return when every server was told to drain and has done so."""
-        await self._servers.drained()
+        await self._servers.agents.drained()
 
     async def close(self) -> None:
-        await self._servers.close()
+        await self._servers.agents.close()
         await self._engine.close()

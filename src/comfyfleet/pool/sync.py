@@ -6,16 +6,14 @@ Handlers of `on` are called on that thread.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import functools
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from comfyfleet.blocking_facade import BlockingFacade, blocking
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.job import JobResult
 from comfyfleet.pool.events import PoolEvent
@@ -25,23 +23,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _blocking(
-    method: Callable[Concatenate[WorkflowPool, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[SyncWorkflowPool, P], T]:
-    """The pool's method with its signature and docstring, as a blocking call."""
-
-    @functools.wraps(method)
-    def call(self: SyncWorkflowPool, /, *args: P.args, **options: P.kwargs) -> T:
-        self.start()
-        return self._run(lambda: method(self.pool, *args, **options))
-
-    return call
-
-
 def _at_once(
     method: Callable[Concatenate[WorkflowPool, P], T],
 ) -> Callable[Concatenate[SyncWorkflowPool, P], T]:
-    """As above, for methods that need no loop and may be called before the start."""
+    """Like `blocking`, for methods that need no loop and may be called before the start."""
 
     @functools.wraps(method)
     def call(self: SyncWorkflowPool, /, *args: P.args, **options: P.kwargs) -> T:
@@ -50,28 +35,20 @@ def _at_once(
     return call
 
 
-class SyncWorkflowPool:
+class SyncWorkflowPool(BlockingFacade):
     """A `WorkflowPool` whose methods block. The first call starts it; `close()` or the end of a `with` ends it."""
 
     __signature__ = inspect.signature(WorkflowPool)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.pool = WorkflowPool(*args, **options)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-        self._life = threading.RLock()
+        super().__init__(self.pool, "pool")
 
     # life
 
-    def __enter__(self) -> SyncWorkflowPool:
+    def __enter__(self) -> Self:
         self.start()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def start(self) -> None:
         """Connect to the servers, once. The first call of another method does it too."""
@@ -81,13 +58,8 @@ class SyncWorkflowPool:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the pool is closed; make a new one")
             if self._thread is not None:
                 return
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=self._loop.run_forever, name="comfyfleet pool", daemon=True
-            )
-            self._thread.start()
             try:
-                self._run(self.pool.start)
+                super()._run(self.pool.start)
             except BaseException:
                 self.close()
                 raise
@@ -95,36 +67,11 @@ class SyncWorkflowPool:
     def close(self) -> None:
         """Stop at once and cancel running jobs on their servers. Call `drain()` first to let them finish."""
         self._must_not_be_its_own_thread()
-        with self._life:
-            is_first, self._is_closed = not self._is_closed, True
-            if not is_first or self._loop is None or self._thread is None:
-                return
-            try:
-                self._run(self._end)
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
-
-    async def _end(self) -> None:
-        try:
-            await self.pool.close()
-        finally:
-            # Other threads may wait for a result; none may wait for ever.
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            await asyncio.get_running_loop().shutdown_asyncgens()
+        super().close()
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        assert self._loop is not None, "the pool is started"
-        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
-        try:
-            return future.result()
-        except (KeyboardInterrupt, concurrent.futures.CancelledError):
-            future.cancel()
-            raise
+        self.start()
+        return super()._run(work)
 
     def _must_not_be_its_own_thread(self) -> None:
         if self._thread is threading.current_thread():
@@ -135,28 +82,28 @@ class SyncWorkflowPool:
 
     # the pool's methods
 
-    drain = _blocking(WorkflowPool.drain)
-    add_server = _blocking(WorkflowPool.add_server)
-    remove_server = _blocking(WorkflowPool.remove_server)
-    refresh = _blocking(WorkflowPool.refresh)
-    enqueue = _blocking(WorkflowPool.enqueue)
-    convert = _blocking(WorkflowPool.convert)
-    wait = _blocking(WorkflowPool.wait)
-    wait_for_record = _blocking(WorkflowPool.wait_for_record)
-    get_job = _blocking(WorkflowPool.get_job)
-    cancel = _blocking(WorkflowPool.cancel)
-    retry = _blocking(WorkflowPool.retry)
-    pause = _blocking(WorkflowPool.pause)
-    resume = _blocking(WorkflowPool.resume)
-    set_priority = _blocking(WorkflowPool.set_priority)
-    explain = _blocking(WorkflowPool.explain)
-    fetch = _blocking(WorkflowPool.fetch)
-    save = _blocking(WorkflowPool.save)
-    pause_queue = _blocking(WorkflowPool.pause_queue)
-    resume_queue = _blocking(WorkflowPool.resume_queue)
-    blocks = _blocking(WorkflowPool.blocks)
-    unblock = _blocking(WorkflowPool.unblock)
-    stats = _blocking(WorkflowPool.stats)
+    drain = blocking(WorkflowPool.drain)
+    add_server = blocking(WorkflowPool.add_server)
+    remove_server = blocking(WorkflowPool.remove_server)
+    refresh = blocking(WorkflowPool.refresh)
+    enqueue = blocking(WorkflowPool.enqueue)
+    convert = blocking(WorkflowPool.convert)
+    wait = blocking(WorkflowPool.wait)
+    wait_for_record = blocking(WorkflowPool.wait_for_record)
+    get_job = blocking(WorkflowPool.get_job)
+    cancel = blocking(WorkflowPool.cancel)
+    retry = blocking(WorkflowPool.retry)
+    pause = blocking(WorkflowPool.pause)
+    resume = blocking(WorkflowPool.resume)
+    set_priority = blocking(WorkflowPool.set_priority)
+    explain = blocking(WorkflowPool.explain)
+    fetch = blocking(WorkflowPool.fetch)
+    save = blocking(WorkflowPool.save)
+    pause_queue = blocking(WorkflowPool.pause_queue)
+    resume_queue = blocking(WorkflowPool.resume_queue)
+    blocks = blocking(WorkflowPool.blocks)
+    unblock = blocking(WorkflowPool.unblock)
+    stats = blocking(WorkflowPool.stats)
     set_affinity = _at_once(WorkflowPool.set_affinity)
     remove_affinity = _at_once(WorkflowPool.remove_affinity)
     on = _at_once(WorkflowPool.on)
@@ -168,18 +115,4 @@ class SyncWorkflowPool:
     def events(self, job_id: str) -> Iterator[PoolEvent]:
         """The stored events of a job without progress, then all further ones until the job or the pool ends."""
         self.start()
-        watched = self.pool.events(job_id)
-        try:
-            while not self._is_closed:
-                try:
-                    yield self._run(lambda: _next(watched))
-                except StopAsyncIteration:
-                    return
-        finally:
-            if not self._is_closed:
-                self._run(watched.aclose)
-
-
-async def _next(watched: Any) -> PoolEvent:
-    event: PoolEvent = await anext(watched)
-    return event
+        yield from self._each(self.pool.events(job_id), until_closed=True)

@@ -24,8 +24,10 @@ from comfyfleet.ports.queue import FairShare as FairShare
 from comfyfleet.ports.queue import JobTransfer as JobTransfer
 from comfyfleet.ports.queue import LeaseState as LeaseState
 from comfyfleet.ports.queue import Peek as Peek
+from comfyfleet.ports.queue import QueueReader as QueueReader
 from comfyfleet.ports.queue import Store as Store
 from comfyfleet.ports.queue import TransferableStore as TransferableStore
+from comfyfleet.ports.records import RecordQuery as RecordQuery
 from comfyfleet.ports.records import Records as Records
 from comfyfleet.ports.system import Clock as Clock
 from comfyfleet.ports.system import RandomSource as RandomSource

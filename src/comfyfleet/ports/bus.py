@@ -13,13 +13,13 @@ class PeerChannel(Protocol):
     """Messages between the processes on one store. It may lose messages, and a process does not get its own."""
 
     def listen(
-        self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | ProgressEvent], None]
+        self, on_message: Callable[[bytes], None], on_run_event: Callable[[Fact | ProgressEvent], None]
     ) -> None: ...
-    async def watch(self) -> None: ...  # for a while `hear_run` gets events of direct workers
-    async def say(self, message: bytes) -> None: ...
+    async def watch(self) -> None: ...  # for a while `on_run_event` gets events of direct workers
+    async def publish(self, message: bytes) -> None: ...
     async def announce(self, message: bytes) -> None: ...  # for clients that read the store directly
-    async def keep_progress(self, job_id: JobId, note: RunSnapshot) -> None: ...  # for an hour
-    async def kept_progress(
+    async def save_progress(self, job_id: JobId, snapshot: RunSnapshot) -> None: ...  # for an hour
+    async def load_progress(
         self, job_ids: Sequence[JobId]
     ) -> list[bytes | None]: ...  # also of direct workers
 

@@ -47,7 +47,7 @@ class WorkerApi(Protocol):
 class OutputReceiver(Protocol):
     """A worker API that stores outputs, so that callers need not reach the server."""
 
-    async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+    async def store_output(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
         """The file id. None: the hub stores no files."""
 
 
@@ -63,7 +63,7 @@ class NodeCatalogReceiver(Protocol):
 class InputSource(Protocol):
     """A worker API that provides the input files of a job."""
 
-    def spooling(self) -> Path | None:
+    def spool_folder(self) -> Path | None:
         """The folder for temporary files. None: the system's default."""
 
     async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:

@@ -18,7 +18,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode, to_install
 from comfyfleet.ports import Clock, DirectWorkerInbox, DocumentStore, FairShare, PeerChannel, Records, Store
 from comfyfleet.stores.memory import MemoryStore
 
-_PARTS: dict[str, type] = {"records": Records, "documents": DocumentStore, "shares": FairShare}
+_PARTS: dict[str, type] = {"records": Records, "documents": DocumentStore, "fair_share": FairShare}
 _OPTIONAL: dict[str, type] = {"direct_workers": DirectWorkerInbox, "peer_channel": PeerChannel}
 _VALUES: dict[str, type] = {"epoch": int, "is_shared": bool}
 _NEXT = (

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from comfyfleet.model.dispatch import AtRevision, Attempt, Dispatch, LeaseOffer, Write, WriteResult
+from comfyfleet.model.dispatch import AtRevision, Attempt, Dispatch, Write, WriteResult
 from comfyfleet.model.fact import Fact, FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, FailureText
 from comfyfleet.model.ids import TenantId
@@ -47,10 +47,10 @@ def text_of(write: Write) -> FailureText | None:
     return FailureText(end.failure, data or {})
 
 
-def without_text(write: Write, attempt_id: str, *, is_left: bool = False) -> Write:
-    """`is_left`: the text is not in the tenant's database yet."""
+def without_text(write: Write, attempt_id: str, *, is_pending: bool = False) -> Write:
+    """`is_pending`: the text is not in the tenant's database yet."""
     job, end = write.job, write.attempt_end
-    place = (_WAITING if is_left else _IN_TENANT_DATABASE) + attempt_id
+    place = (_WAITING if is_pending else _IN_TENANT_DATABASE) + attempt_id
     if job is not None and isinstance(failure := job.get("failure"), Failure):
         job = {**job, "failure": _withheld(failure, place)}
     if end is not None and end.failure is not None:
@@ -62,7 +62,7 @@ def without_text(write: Write, attempt_id: str, *, is_left: bool = False) -> Wri
     return msgspec.structs.replace(write, job=job, attempt_end=end, facts=facts)
 
 
-def told(written: WriteResult | None, write: Write) -> WriteResult | None:
+def with_texts(written: WriteResult | None, write: Write) -> WriteResult | None:
     """Puts the original data back into the answer, so that listeners need not look up or decrypt it."""
     if written is None:
         return None
@@ -85,7 +85,7 @@ def _withheld_data(data: dict[str, Any] | None, place: str) -> dict[str, Any]:
 # reading
 
 
-def place_of(value: Job | Attempt | Fact) -> str | None:
+def attempt_of_text(value: Job | Attempt | Fact) -> str | None:
     """The id of the attempt under which the tenant's database keeps the text, if it does."""
     message = _message_of(value)
     for said in (_IN_TENANT_DATABASE, _WAITING):
@@ -94,7 +94,7 @@ def place_of(value: Job | Attempt | Fact) -> str | None:
     return None
 
 
-def is_left(value: Job | Attempt | Fact) -> bool:
+def is_text_pending(value: Job | Attempt | Fact) -> bool:
     """Whether a worker left the text for a hub, so it may not be in the tenant's database yet."""
     return _message_of(value).startswith(_WAITING)
 
@@ -108,17 +108,17 @@ def _message_of(value: Job | Attempt | Fact) -> str:
 
 
 def job_with(job: Job, texts: Texts) -> Job:
-    found = texts.get(place_of(job) or "")
+    found = texts.get(attempt_of_text(job) or "")
     return job if found is None else msgspec.structs.replace(job, failure=found.failure)
 
 
 def attempt_with(attempt: Attempt, texts: Texts) -> Attempt:
-    found = texts.get(place_of(attempt) or "")
+    found = texts.get(attempt_of_text(attempt) or "")
     return attempt if found is None else msgspec.structs.replace(attempt, failure=found.failure)
 
 
 def fact_with(fact: Fact, texts: Texts) -> Fact:
-    found = texts.get(place_of(fact) or "")
+    found = texts.get(attempt_of_text(fact) or "")
     return fact if found is None else msgspec.structs.replace(fact, data=found.data)
 
 
@@ -179,15 +179,8 @@ class _WithoutHub:
             # The write is out of date: another worker may hold the lease by now.
             return None
         attempt_id = await self._store_text(dispatch, text)
-        written = await self._store.write(without_text(write, attempt_id, is_left=True))
-        return told(written, write)
-
-    async def finish_and_lease_next(
-        self, write: Write, offer: LeaseOffer
-    ) -> tuple[WriteResult | None, WriteResult | None]:
-        if text_of(write) is None:
-            return await self._store.finish_and_lease_next(write, offer)
-        return await self.write(write), await self._store.lease_next(offer)
+        written = await self._store.write(without_text(write, attempt_id, is_pending=True))
+        return with_texts(written, write)
 
     async def _store_text(self, dispatch: Dispatch, text: FailureText) -> str:
         """Stores the text before the failure is written."""

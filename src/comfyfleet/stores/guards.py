@@ -30,11 +30,14 @@ _LEASED, _FACT = Phase.LEASED, FactKind.LEASED
 def holds(dispatch: Dispatch, write: Write) -> bool:
     guard = write.guard
     return (
-        dispatch.revision == guard.revision if isinstance(guard, AtRevision) else is_held(dispatch, guard.ref)
+        dispatch.revision == guard.revision
+        if isinstance(guard, AtRevision)
+        else is_leased_as(dispatch, guard.ref)
     )
 
 
-def is_held(dispatch: Dispatch, ref: LeaseRef) -> bool:
+def is_leased_as(dispatch: Dispatch, ref: LeaseRef) -> bool:
+    """Whether the dispatch is leased under exactly this lease. The sweep, not this, compares `expires_at` with now."""
     lease = dispatch.lease
     return (
         lease is not None
@@ -74,12 +77,12 @@ def extended(dispatch: Dispatch, now: float, ttl_s: float) -> Dispatch:
     return msgspec.structs.replace(dispatch, lease=lease, revision=dispatch.revision + 1)
 
 
-def last_to_go(before: float, now: float) -> float:
+def settled_cutoff(before: float, now: float) -> float:
     """A dispatch with a tenant database may be purged if it was settled (its last write) before this."""
     return min(before, now - TOMBSTONE_S)
 
 
-def may_go(dispatch: Dispatch, ended_at: float, before: float, now: float) -> bool:
+def may_purge(dispatch: Dispatch, ended_at: float, before: float, now: float) -> bool:
     if dispatch.has_tenant_database:
-        return dispatch.settled_at is not None and ended_at < last_to_go(before, now)
+        return dispatch.settled_at is not None and ended_at < settled_cutoff(before, now)
     return ended_at < before

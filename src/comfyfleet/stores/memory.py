@@ -7,30 +7,22 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from comfyfleet.model.block import Block, Pair
-from comfyfleet.model.calls import Command, JobSnapshot
-from comfyfleet.model.dispatch import (
-    Attempt,
-    Dispatch,
-    LeaseOffer,
-    LeaseRef,
-    Phase,
-    Write,
-    WriteResult,
-)
+from comfyfleet.model.calls import JobSnapshot
+from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseOffer, LeaseRef, Phase, Write, WriteResult
 from comfyfleet.model.fact import Fact, FactDraft
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
-from comfyfleet.ports import Clock, LeaseState
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.workflow_stats import WorkflowStats
+from comfyfleet.ports import Clock, LeaseState, RecordQuery
 from comfyfleet.stores.documents import MemoryDocumentStore
-from comfyfleet.stores.guards import may_go
+from comfyfleet.stores.guards import may_purge
 from comfyfleet.stores.inprocess.fair_share import MemoryFairShare
 from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
 from comfyfleet.stores.inprocess.store import InProcessStore, is_as_read, place
@@ -50,8 +42,8 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         super().__init__(clock, epoch)
         self.records = MemoryRecords(self._state)
         self.documents = MemoryDocumentStore()
-        self.shares = MemoryFairShare(
-            self._state.shares,
+        self.fair_share = MemoryFairShare(
+            self._state.fair_share,
             clock.now,
             lambda: [entry.dispatch for entry in self._state.entries.values()],
         )
@@ -60,19 +52,10 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         }
         self._unsettled: list[JobId] = []
         """Sorted."""
-        self.moving = MemoryJobTransfer(self)
+        self.job_transfer = MemoryJobTransfer(self)
 
     async def open(self) -> None:
         """Nothing to connect to."""
-
-    def listen(
-        self,
-        wake: Callable[[], None],
-        hear: Callable[[WorkerId, Command], None] | None = None,  # noqa: ARG002
-        relearn: Callable[[], None] | None = None,  # noqa: ARG002
-    ) -> None:
-        """No other process writes here, but a tenant may fall below its cap."""
-        self._state.shares.came_free = wake
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -91,30 +74,8 @@ class MemoryStore(InProcessStore[MemoryEntry]):
 
     # workers
 
-    async def put_worker(self, worker: WorkerRecord) -> None:
+    async def _save_worker(self, worker: WorkerRecord) -> None:
         self._state.workers[worker.worker_id] = worker
-
-    async def add_worker(self, worker: WorkerRecord) -> bool:
-        return self._state.workers.setdefault(worker.worker_id, worker) is worker
-
-    async def replace_worker(self, worker: WorkerRecord) -> bool:
-        known = self._state.workers.get(worker.worker_id)
-        if known is None or known.revision != worker.revision:
-            return False
-        self._state.workers[worker.worker_id] = worker.over(known)
-        return True
-
-    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
-        known = self._state.workers.get(worker_id)
-        if known is not None:
-            known = self._state.workers[worker_id] = delta.apply(known)
-        return known
-
-    async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
-        return self._state.workers.get(worker_id)
-
-    async def workers(self) -> list[WorkerRecord]:
-        return list(self._state.workers.values())
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         self._state.workers.pop(worker_id, None)
@@ -139,14 +100,8 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         entry = self._state.entries.get(job_id)
         return None if entry is None else entry.dispatch
 
-    async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
-        return [await self.load(job_id) for job_id in job_ids]
-
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return self._granted(self._state.lease(job_id, offer))
-
-    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        return self._granted(self._state.lease_next(offer))
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         return self._state.leased_by_poll(poll_id)
@@ -185,12 +140,6 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         self._note_unsettled(entry.dispatch.job_id, False)
         self._state.forget(entry)
 
-    async def finish_and_lease_next(
-        self, write: Write, offer: LeaseOffer
-    ) -> tuple[WriteResult | None, WriteResult | None]:
-        finished = await self.write(write)
-        return finished, None if finished is None else await self.lease_next(offer)
-
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         return [self._state.heartbeat(ref, ttl_s) for ref in refs]
 
@@ -223,7 +172,7 @@ class MemoryStore(InProcessStore[MemoryEntry]):
             entry = self._state.entries.get(job_id)
             if entry is None or entry.ending != ending:
                 continue
-            if may_go(entry.dispatch, ending.at, before, now):
+            if may_purge(entry.dispatch, ending.at, before, now):
                 self._forget(entry)
                 purged += 1
             else:
@@ -233,9 +182,6 @@ class MemoryStore(InProcessStore[MemoryEntry]):
 
     async def pause_queue(self, is_paused: bool) -> None:
         self._state.is_paused = is_paused
-
-    async def is_queue_paused(self) -> bool:
-        return self._state.is_paused
 
     # facts and attempts
 
@@ -252,12 +198,6 @@ class MemoryStore(InProcessStore[MemoryEntry]):
 
     # blocks and workflow statistics
 
-    async def get_block(self, pair: Pair) -> Block | None:
-        return self._state.blocks.get(pair)
-
-    async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
-        return self._state.blocks.listing(worker_id)
-
     async def put_block(self, block: Block) -> None:
         self._state.blocks.put(block)
 
@@ -267,16 +207,8 @@ class MemoryStore(InProcessStore[MemoryEntry]):
     async def expired_blocks(self) -> list[Block]:
         return self._state.blocks.take_expired(self._clock.now())
 
-    async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
-        return self._state.workflow_stats.get(workflow_hash)
-
-    async def put_workflow_stats(self, stats: WorkflowStats) -> None:
+    async def _save_workflow_stats(self, stats: WorkflowStats) -> None:
         self._state.workflow_stats.put(stats)
-
-    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
-        stats = delta.apply(self._state.workflow_stats.get(delta.workflow_hash))
-        self._state.workflow_stats.put(stats)
-        return stats
 
     # private
 
@@ -305,16 +237,9 @@ class MemoryRecords:
         job_id = self._references.get((tenant, reference))
         return None if job_id is None else self._entries[job_id].job
 
-    async def listing(
-        self,
-        *,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        newest_first: bool = False,
-    ) -> list[Job]:
+    async def listing(self, query: RecordQuery) -> list[Job]:
         """Two ids of one millisecond may be out of order, so a page continues by sequence."""
+        after, newest_first = query.after, query.newest_first
         last = None if after is None else self._entries.get(after)
         page = []
         for job_id, entry in reversed(self._entries.items()) if newest_first else self._entries.items():
@@ -325,10 +250,13 @@ class MemoryRecords:
             elif after is not None and (job_id >= after if newest_first else job_id <= after):
                 # The last job of the previous page is gone; its id still gives its time.
                 continue
-            if tenant not in (None, entry.job.tenant) or phase not in (None, entry.dispatch.phase):
+            if query.tenant not in (None, entry.job.tenant) or query.phase not in (
+                None,
+                entry.dispatch.phase,
+            ):
                 continue
             page.append(entry.job)
-            if len(page) == limit:
+            if len(page) == query.limit:
                 break
         return page
 

@@ -34,19 +34,19 @@ class Claim:
         self._waits_for = ""
         self.fence = fence
 
-    async def say(self, waits_for: str) -> None:
+    async def report_step(self, waits_for: str) -> None:
         """Renews the claim and publishes the current step."""
         self._waits_for = waits_for
         self._renew_at = float("-inf")
-        await self.keep()
+        await self.renew_if_due()
 
-    async def keep(self) -> None:
+    async def renew_if_due(self) -> None:
         """Renews the claim when that is due. Raises `Fault` if another hub has taken it."""
         if self._clock.monotonic() >= self._renew_at:
             await self._put(self._clock.now() + CLAIM_S)
             self._renew_at = self._clock.monotonic() + CLAIM_S / 3
 
-    async def give_back(self, waits_for: str = "") -> None:
+    async def release(self, waits_for: str = "") -> None:
         self._waits_for = waits_for
         await self._put(0.0)
 

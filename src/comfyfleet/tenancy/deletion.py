@@ -14,8 +14,9 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.tenant import Tenant
+from comfyfleet.paginator import record_pages
 from comfyfleet.policy.rules import DAY_S, Retention
-from comfyfleet.ports import Store
+from comfyfleet.ports import RecordQuery, Store
 from comfyfleet.tenancy import claims
 from comfyfleet.tenancy.claims import Claim
 from comfyfleet.tenancy.database.port import TenantDatabase
@@ -43,14 +44,14 @@ class TenantResources:
     cancel: Callable[[JobId], Awaitable[object]]
     revoked: Callable[[str], None] = lambda _: None
     erase_files: Callable[[TenantId], Awaitable[object]] | None = None
-    shred: Callable[[TenantId], Awaitable[object]] | None = None
+    crypto_shred: Callable[[TenantId], Awaitable[object]] | None = None
 
 
 class TenantDeletion:
     def __init__(
         self,
         central: Store,
-        homes: TenantDirectory,
+        directory: TenantDirectory,
         keys: Keys,
         webhooks: Webhooks,
         deliveries: WebhookOutbox,
@@ -58,14 +59,14 @@ class TenantDeletion:
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self._central = central
-        self._homes = homes
+        self._homes = directory
         self._keys = keys
         self._webhooks = webhooks
         self._deliveries = deliveries
         self._resources = resources
         self._sleep = sleep
 
-    async def leave(self, tenant: Tenant, claim: Claim) -> None:
+    async def delete(self, tenant: Tenant, claim: Claim) -> None:
         """Deletes everything but the tenant's document. Raises `Fault` if it has to continue later."""
         tenant_id = tenant.tenant_id
         await self._revoke(tenant_id, claim)
@@ -78,12 +79,12 @@ class TenantDeletion:
         if self._resources.erase_files is not None:
             await self._resources.erase_files(tenant_id)
         await self._remove_webhooks(tenant_id, claim)
-        if self._resources.shred is not None:
-            await self._resources.shred(tenant_id)
-        for pool in dict.fromkeys((tenant.pool, tenant.moving_to, tenant.moved_from)):
-            if pool is not None:
-                database = await self._homes.pools.get(pool)
-                await claim.keep()
+        if self._resources.crypto_shred is not None:
+            await self._resources.crypto_shred(tenant_id)
+        for name in dict.fromkeys((tenant.database, tenant.moving_to, tenant.moved_from)):
+            if name is not None:
+                database = await self._homes.databases.get(name)
+                await claim.renew_if_due()
                 if not await database.freeze_account(tenant_id, claim.fence):
                     raise claims.lost(tenant_id)
                 await erase_all(database, tenant_id, claim)
@@ -97,7 +98,7 @@ class TenantDeletion:
     async def _revoke(self, tenant: TenantId, claim: Claim) -> None:
         after = ""
         while page := await self._keys.listing(after, _DELETION_PAGE):
-            await claim.keep()
+            await claim.renew_if_due()
             for key in page:
                 if key.tenant == tenant:
                     if key.revoked_at is None:
@@ -108,7 +109,7 @@ class TenantDeletion:
     async def _end_jobs(self, tenant: Tenant, claim: Claim) -> None:
         """Cancels the jobs and waits until they are settled in the tenant database."""
         for _ in range(_MAX_POLLS):
-            await claim.keep()
+            await claim.renew_if_due()
             if not await self._cancel_all(tenant, claim):
                 return
             await self._sleep(_POLL_S)
@@ -120,17 +121,13 @@ class TenantDeletion:
         """False: no job is open and all are settled."""
         tenant_id, found = tenant.tenant_id, False
         for phase in (Phase.QUEUED, Phase.LEASED):
-            after: JobId | None = None
-            while page := await self._central.records.listing(
-                tenant=tenant_id, phase=phase, limit=_DELETION_PAGE, after=after
-            ):
+            async for page in record_pages(self._central.records, tenant_id, phase, _DELETION_PAGE):
                 found = True
                 for job in page:
                     await self._cancel(job.job_id)
-                after = page[-1].job_id
-        database = await self._homes.pools.of(tenant)
+        database = await self._homes.databases.database_of(tenant)
         # The job may not be in the queue yet. The relay brings it there, and the next poll cancels it.
-        if await database.listing(tenant=tenant_id, phase=Phase.QUEUED, limit=1, after=None):
+        if await database.listing(RecordQuery(tenant=tenant_id, phase=Phase.QUEUED, limit=1)):
             found = True
             if await database.fence_of(tenant_id) is not None:
                 # A relocation has frozen the account, but refunds need an active one. If the relocation
@@ -146,11 +143,11 @@ class TenantDeletion:
                 raise
 
     async def _remove_webhooks(self, tenant: TenantId, claim: Claim) -> None:
-        for webhook in await self._webhooks.of(tenant):
+        for webhook in await self._webhooks.list_of_owner(tenant):
             await self._webhooks.remove(webhook)
         await self._webhooks.forget_secret(tenant)
         while await self._deliveries.forget_some_of(tenant, _DELETION_PAGE):
-            await claim.keep()
+            await claim.renew_if_due()
 
 
 async def _reopen(database: TenantDatabase, tenant: TenantId, claim: Claim) -> None:
@@ -160,21 +157,21 @@ async def _reopen(database: TenantDatabase, tenant: TenantId, claim: Claim) -> N
 
 
 class TenantRetention:
-    def __init__(self, central: Store, homes: TenantDirectory, retention: Retention) -> None:
+    def __init__(self, central: Store, directory: TenantDirectory, retention: Retention) -> None:
         self._central = central
-        self._homes = homes
+        self._homes = directory
         self._retention = retention
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         now = await self._central.now()
-        for pool in await self._homes.everyone():
+        for name in await self._homes.tenants_by_database():
             try:
-                database = await self._homes.pools.get(pool)
+                database = await self._homes.databases.get(name)
                 await self._delete_events(database, now)
                 await self._delete_jobs(database, now)
             except Fault as fault:
                 # Go on with the other databases.
-                _LOG.warning("cannot delete old jobs and events in database %s, will retry: %s", pool, fault)
+                _LOG.warning("cannot delete old jobs and events in database %s, will retry: %s", name, fault)
 
     async def _delete_events(self, database: TenantDatabase, now: float) -> None:
         before = now - self._retention.events_days * DAY_S

@@ -11,20 +11,20 @@ from collections.abc import Collection
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureText
+from comfyfleet.paginator import documents_in
 from comfyfleet.ports import Store
 from comfyfleet.stores.failure_texts import COLLECTION, PendingFailureText, left_in
 from comfyfleet.tenancy.tenants import TenantDirectory
 
 _LOG = logging.getLogger(__name__)
-_TEXTS_PAGE = 100
 
 
 class PendingFailureTexts:
-    def __init__(self, central: Store, homes: TenantDirectory) -> None:
+    def __init__(self, central: Store, directory: TenantDirectory) -> None:
         self._central = central
-        self._homes = homes
+        self._homes = directory
 
-    async def of(self, attempt_ids: Collection[str]) -> dict[str, FailureText]:
+    async def get_many(self, attempt_ids: Collection[str]) -> dict[str, FailureText]:
         """The texts that are still in the central store."""
         found: dict[str, FailureText] = {}
         for each in attempt_ids:
@@ -42,31 +42,27 @@ class PendingFailureTexts:
 
     async def take_all(self) -> None:
         """Leaves texts that are unreadable or whose tenant database is unreachable."""
-        after = ""
-        while self._central.is_shared:
-            page = await self._central.documents.listing(COLLECTION, after, _TEXTS_PAGE)
-            for document in page:
-                after = document.name
-                left = left_in(document.body)
-                if left is None:
-                    _LOG.info("the failure text of attempt %s is unreadable", after)
-                    continue
-                try:
-                    tenant = await self._homes.tenants.get(left.tenant)
-                    if tenant is None or not self._homes.pools.is_away(tenant.pool):
-                        await self._take(after, left)
-                except Fault as fault:
-                    _LOG.info("cannot move the failure text of attempt %s, will retry: %s", after, fault)
-            if len(page) < _TEXTS_PAGE:
-                return
+        if not self._central.is_shared:
+            return
+        async for document in documents_in(self._central.documents, COLLECTION):
+            attempt_id, left = document.name, left_in(document.body)
+            if left is None:
+                _LOG.info("the failure text of attempt %s is unreadable", attempt_id)
+                continue
+            try:
+                tenant = await self._homes.tenants.get(left.tenant)
+                if tenant is None or not self._homes.databases.is_unreachable(tenant.database):
+                    await self._take(attempt_id, left)
+            except Fault as fault:
+                _LOG.info("cannot move the failure text of attempt %s, will retry: %s", attempt_id, fault)
 
     async def _take(self, attempt_id: str, left: PendingFailureText) -> None:
-        home = await self._homes.of(left.tenant) or await self._homes.newest(left.tenant)
-        if home is not None and not await home.database.keep_failure(
+        home = await self._homes.locate(left.tenant) or await self._homes.locate_uncached(left.tenant)
+        if home is not None and not await home.database.save_failure(
             left.hold_id, attempt_id, left.text, left.at
         ):
-            newest = await self._homes.tenants.newest(left.tenant)
-            if newest is not None and newest.pool != home.tenant.pool:
+            newest = await self._homes.tenants.get_uncached(left.tenant)
+            if newest is not None and newest.database != home.tenant.database:
                 return  # The tenant has just moved: the next run finds it there.
             _LOG.info("the failure text of attempt %s is dropped: its round has ended", attempt_id)
         await self._central.documents.remove(COLLECTION, attempt_id)

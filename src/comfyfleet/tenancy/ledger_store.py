@@ -36,6 +36,7 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import HoldId
+from comfyfleet.model.recent import RecentDict
 from comfyfleet.model.tenant import TenantState
 from comfyfleet.policy import accounting
 from comfyfleet.policy.accounting import hold_of
@@ -59,22 +60,21 @@ _LEASE_TIMEOUT_S = 2.0
 _PAUSE_S = 3.0
 """How long a tenant gets no leases after its database was unreachable."""
 _MAX_CENTRAL_JOBS = 10_000
-_TRIES = 10
 
 
 class TenantLedgerStore:
     reaches_tenants = True
 
     def __init__(
-        self, central: Store, homes: TenantDirectory, *, left_behind: Callable[[], None] = lambda: None
+        self, central: Store, directory: TenantDirectory, *, on_relay_work: Callable[[], None] = lambda: None
     ) -> None:
-        """Calls `left_behind` when there is work for the relay."""
+        """Calls `on_relay_work` when there is work for the relay."""
         self.central = central
-        self.homes = homes
-        self.settler = Settler(central, homes)
-        self.records = TenantRecords(central, homes, self.settler)
-        self.left_behind = left_behind
-        self._central_jobs: dict[JobId, None] = {}
+        self.directory = directory
+        self.settler = Settler(central, directory)
+        self.records = TenantRecords(central, directory, self.settler)
+        self.on_relay_work = on_relay_work
+        self._central_jobs: RecentDict[JobId, None] = RecentDict(_MAX_CENTRAL_JOBS)
         """Known jobs without a tenant database."""
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class TenantLedgerStore:
             _LOG.warning(
                 "cannot enqueue job %s, will retry from its tenant's database: %s", job.job_id, fault
             )
-            self.left_behind()
+            self.on_relay_work()
             return WriteResult(dispatch, ())
 
     async def _open_round(self, home: TenantLocation, job: Job, dispatch: Dispatch) -> Job:
@@ -150,7 +150,7 @@ class TenantLedgerStore:
             _LOG.warning(
                 "cannot mark job %s as sent in its tenant's database, will retry: %s", hold_id, error
             )
-            self.left_behind()
+            self.on_relay_work()
 
     async def _next_round(
         self, there: Dispatch, dispatch: Dispatch, facts: Sequence[FactDraft]
@@ -176,14 +176,6 @@ class TenantLedgerStore:
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return await self._check_lease(await self.central.lease(job_id, offer))
-
-    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        for _ in range(_TRIES):
-            written = await self.central.lease_next(offer)
-            checked = await self._check_lease(written)
-            if written is None or checked is not None:
-                return checked
-        return None
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         dispatch = await self.central.leased_by_poll(poll_id)
@@ -215,11 +207,11 @@ class TenantLedgerStore:
         return None
 
     async def _reachable(self, tenant_id: TenantId) -> TenantLocation | None:
-        tenant = await self.homes.tenants.get(tenant_id)
-        if tenant is not None and self.homes.pools.is_away(tenant.pool):
+        tenant = await self.directory.tenants.get(tenant_id)
+        if tenant is not None and self.directory.databases.is_unreachable(tenant.database):
             # The relay finds out when it is back; other leases do not wait for that.
-            raise Fault(f"the tenant database {tenant.pool!r} was unreachable a moment ago")
-        return await self.homes.of(tenant_id)
+            raise Fault(f"the tenant database {tenant.database!r} was unreachable a moment ago")
+        return await self.directory.locate(tenant_id)
 
     async def _leasable(self, home: TenantLocation, dispatch: Dispatch) -> Job | None:
         try:
@@ -227,19 +219,19 @@ class TenantLedgerStore:
                 return await home.database.leasable(hold_of(dispatch))
         except TimeoutError as slow:
             fault = Fault(
-                f"the tenant database {home.tenant.pool!r} did not answer within {_LEASE_TIMEOUT_S:g} s"
+                f"the tenant database {home.tenant.database!r} did not answer within {_LEASE_TIMEOUT_S:g} s"
             )
-            self.homes.pools.note_away(home.tenant.pool, fault)
+            self.directory.databases.mark_unreachable(home.tenant.database, fault)
             raise fault from slow
 
     async def _pause(self, tenant_id: TenantId) -> None:
         """Call this before the job is back in its lane: the next lease would take the same job."""
         # Read it again: another hub may just have suspended the tenant, which lasts longer.
-        tenant = await self.homes.tenants.newest(tenant_id)
+        tenant = await self.directory.tenants.get_uncached(tenant_id)
         if tenant is not None and (terms := terms_of(tenant)).held_until is None:
             until = await self.central.now() + _PAUSE_S
             terms = msgspec.structs.replace(terms, held_until=until)
-            await self.central.shares.put_terms(terms)
+            await self.central.fair_share.put_terms(terms)
 
     async def _release(self, dispatch: Dispatch) -> None:
         """Undoes the lease, without charge. No worker has the job, so a pending stop takes effect at once."""
@@ -250,7 +242,7 @@ class TenantLedgerStore:
             written = await self.central.write(_released(held, await self.central.now()))
             if written is not None:
                 if written.dispatch.phase.is_final:
-                    self.left_behind()
+                    self.on_relay_work()
                 return
 
     async def _drop(self, home: TenantLocation | None, dispatch: Dispatch) -> None:
@@ -294,8 +286,6 @@ class TenantLedgerStore:
         dispatch = await self.central.load(job_id)
         if dispatch is not None and not dispatch.has_tenant_database:
             self._central_jobs[job_id] = None
-            if len(self._central_jobs) > _MAX_CENTRAL_JOBS:
-                del self._central_jobs[next(iter(self._central_jobs))]
         return dispatch
 
     async def write(self, write: Write) -> WriteResult | None:
@@ -310,7 +300,7 @@ class TenantLedgerStore:
         if change.phase is not UNSET and change.phase.is_final:
             return await self._end(dispatch, write)
         if write.job is not None and "payload" in write.job:
-            home = await self.homes.of(dispatch.tenant)
+            home = await self.directory.locate(dispatch.tenant)
             if home is not None:
                 await home.database.put_payload(hold_of(dispatch), write.job["payload"])
                 if home.tenant.allows_direct:
@@ -321,30 +311,32 @@ class TenantLedgerStore:
     async def _write_public(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
         """Writes private data to the tenant database first, then the rest to the central store."""
         public, text = _without_private(write), texts.text_of(write)
-        home = None if text is None else await self.homes.of(dispatch.tenant)
+        home = None if text is None else await self.directory.locate(dispatch.tenant)
         if text is None or home is None or dispatch.lease is None:
             return await self.central.write(public)
         if isinstance(write.guard, AtRevision) and write.guard.revision != dispatch.revision:
             # The decision is outdated: another worker may have the lease now.
             return None
         attempt_id, now = dispatch.lease_ref().attempt_id, await self.central.now()
-        if not await home.database.keep_failure(hold_of(dispatch), attempt_id, text, now):
+        if not await home.database.save_failure(hold_of(dispatch), attempt_id, text, now):
             await self._check_not_moved(home)
         written = await self.central.write(texts.without_text(public, attempt_id))
-        return None if written is None else texts.told(written, write)
+        return None if written is None else texts.with_texts(written, write)
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         """Raises `Fault` while it cannot read their texts in the tenant database."""
         facts = await self.central.facts(job_id, after)
-        if not any(map(texts.place_of, facts)):
+        if not any(map(texts.attempt_of_text, facts)):
             return facts
-        found = await self.records.texts_of(job_id, {each for each in map(texts.place_of, facts) if each})
+        found = await self.records.texts_of(
+            job_id, {each for each in map(texts.attempt_of_text, facts) if each}
+        )
         return [texts.fact_with(fact, found) for fact in facts]
 
     async def attempts(self, job_id: JobId) -> list[Attempt]:
         """Without their failure texts while the tenant database is unreachable."""
         attempts = await self.central.attempts(job_id)
-        wanted = {each for each in map(texts.place_of, attempts) if each}
+        wanted = {each for each in map(texts.attempt_of_text, attempts) if each}
         if not wanted:
             return attempts
         try:
@@ -353,18 +345,10 @@ class TenantLedgerStore:
             return attempts
         return [texts.attempt_with(attempt, found) for attempt in attempts]
 
-    async def finish_and_lease_next(
-        self, write: Write, offer: LeaseOffer
-    ) -> tuple[WriteResult | None, WriteResult | None]:
-        if write.job_id in self._central_jobs:
-            written, leased = await self.central.finish_and_lease_next(write, offer)
-            return written, await self._check_lease(leased)
-        return await self.write(write), await self.lease_next(offer)
-
     async def _end(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
         result = None if write.job is None else write.job.get("result")
         if result is not None and isinstance(write.guard, HeldBy):
-            home = await self.homes.of(dispatch.tenant)
+            home = await self.directory.locate(dispatch.tenant)
             if home is not None:
                 attempt_id, now = write.guard.ref.attempt_id, await self.central.now()
                 if not await home.database.stage(hold_of(dispatch), attempt_id, result, now):
@@ -377,9 +361,9 @@ class TenantLedgerStore:
     async def _check_not_moved(self, home: TenantLocation) -> None:
         """Raises `Fault` if the round is missing here because the tenant has moved."""
         tenant_id = home.tenant.tenant_id
-        newest = await self.homes.tenants.newest(tenant_id)
-        if newest is not None and newest.pool != home.tenant.pool:
-            raise Fault(f"tenant {tenant_id!r} has just moved to database {newest.pool!r}; report again")
+        newest = await self.directory.tenants.get_uncached(tenant_id)
+        if newest is not None and newest.database != home.tenant.database:
+            raise Fault(f"tenant {tenant_id!r} has just moved to database {newest.database!r}; report again")
 
     async def _settle(self, dispatch: Dispatch) -> None:
         """Never raises: the job has ended in the central store."""
@@ -390,14 +374,14 @@ class TenantLedgerStore:
             _LOG.warning(
                 "cannot settle job %s in its tenant's database, will retry: %s", dispatch.job_id, error
             )
-            self.left_behind()
+            self.on_relay_work()
 
     async def _reopen(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
         """A manual retry: the next round starts in the tenant database."""
         if write.guard != AtRevision(dispatch.revision):
             # The decision is outdated: hold no credits for it.
             return None
-        home = await self.homes.of(dispatch.tenant)
+        home = await self.directory.locate(dispatch.tenant)
         if home is None:
             return await self.central.write(write)
         check_state(home.tenant)
@@ -421,7 +405,7 @@ class TenantLedgerStore:
 
     async def _locate(self, tenant: TenantId) -> TenantLocation | None:
         try:
-            return await self.homes.of(tenant)
+            return await self.directory.locate(tenant)
         except Fault as fault:
             raise _unreachable(tenant, fault) from fault
 

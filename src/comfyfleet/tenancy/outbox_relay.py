@@ -22,7 +22,7 @@ from comfyfleet.policy.accounting import hold_of
 from comfyfleet.tenancy.database.port import OutboxEntry, TenantDatabase
 from comfyfleet.tenancy.ledger_store import TenantLedgerStore
 from comfyfleet.tenancy.tenants import TenantLocation
-from comfyfleet.tracing import in_background, log_failure
+from comfyfleet.tracing import BackgroundJob, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,10 +36,11 @@ PAGES = 5
 Admit = Callable[[Job, Dispatch, Callable[[Dispatch], Awaitable[WriteResult | None]]], Awaitable[None]]
 
 
-class OutboxRelay:
+class OutboxRelay(BackgroundJob):
     """`admit` is the engine's: it knows the requirement class of a job."""
 
     def __init__(self, store: TenantLedgerStore, admit: Admit) -> None:
+        super().__init__("outbox relay")
         self._store = store
         self._admit = admit
         self._seen: set[HoldId] = set()
@@ -49,18 +50,7 @@ class OutboxRelay:
         """Seen in this pass, which may take several calls of `_settle`."""
         self._last_end: JobId | None = None
         self._is_due = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
-        store.left_behind = self.wake
-
-    def start(self) -> None:
-        if self._running is None:
-            self._running = in_background(self._run(), name="outbox relay")
-
-    async def close(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        store.on_relay_work = self.wake
 
     def wake(self) -> None:
         self._is_due.set()
@@ -78,35 +68,37 @@ class OutboxRelay:
 
     async def _try_pass(self, at_once: bool = False) -> None:
         try:
-            await self.look(at_once=at_once)
+            await self.run_once(at_once=at_once)
         except Fault as fault:
             _LOG.warning("the outbox relay cannot finish its pass, will retry: %s", fault)
         except Exception:
             log_failure(_LOG, "the outbox relay failed, will retry")
 
-    async def look(self, *, at_once: bool = False) -> None:
+    async def run_once(self, *, at_once: bool = False) -> None:
         """One pass. `at_once`: also entries that it sees for the first time."""
         before, self._seen = self._seen, set()
         if at_once:
-            await self._store.homes.open()
+            await self._store.directory.open()
         # In parallel: a database that does not answer delays no other.
-        pools = [self._relay_database(each, before, at_once) for each in self._store.homes.pools.asked]
-        left = self._store.settler.left_texts.take_all()
-        results = await asyncio.gather(*pools, self._settle(at_once), left, return_exceptions=True)
+        passes = [
+            self._relay_database(each, before, at_once) for each in self._store.directory.databases.used_names
+        ]
+        left = self._store.settler.pending_texts.take_all()
+        results = await asyncio.gather(*passes, self._settle(at_once), left, return_exceptions=True)
         # Raise after all have ended, or they would run beside the next pass.
         for error in results:
             if error is not None:
                 raise error
 
-    async def _relay_database(self, pool: str, before: set[HoldId], at_once: bool) -> None:
+    async def _relay_database(self, name: str, before: set[HoldId], at_once: bool) -> None:
         try:
-            await self._send(pool, await self._store.homes.pools.get(pool), before, at_once)
+            await self._send(name, await self._store.directory.databases.get(name), before, at_once)
         except Fault as fault:
-            _LOG.info("cannot reach database %s, will retry: %s", pool, fault)
+            _LOG.info("cannot reach database %s, will retry: %s", name, fault)
 
     # S2, S3
 
-    async def _send(self, pool: str, database: TenantDatabase, before: set[HoldId], at_once: bool) -> None:
+    async def _send(self, name: str, database: TenantDatabase, before: set[HoldId], at_once: bool) -> None:
         after: HoldId | None = None
         while True:
             until = asyncio.get_running_loop().time() + LIFE_S
@@ -116,23 +108,23 @@ class OutboxRelay:
                 if at_once or entry.hold_id in before:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(until):
-                            await self._enqueue(pool, database, entry)
+                            await self._enqueue(name, database, entry)
                 after = entry.hold_id
             if len(page) < _PAGE:
                 return
 
-    async def _enqueue(self, pool: str, database: TenantDatabase, entry: OutboxEntry) -> None:
-        tenant = await self._store.homes.tenants.get(entry.tenant)
+    async def _enqueue(self, name: str, database: TenantDatabase, entry: OutboxEntry) -> None:
+        tenant = await self._store.directory.tenants.get(entry.tenant)
         try:
             job = await database.leasable(entry.hold_id)
         except Fault as fault:
-            if self._store.homes.pools.is_away(pool):
+            if self._store.directory.databases.is_unreachable(name):
                 raise
             # The database answers, but this job is unreadable. Go on with the next one.
             _LOG.warning("cannot enqueue job %s, will retry: %s", entry.hold_id, fault)
             return
         # The tenant has moved or is deleted: relocation or deletion removes the entry.
-        if tenant is None or tenant.pool != pool or job is None:
+        if tenant is None or tenant.database != name or job is None:
             return
         home = TenantLocation(tenant, database)
         facts = (FactDraft(FactKind.QUEUED, None if job.round == 1 else {"round": job.round}),)
@@ -173,5 +165,5 @@ class OutboxRelay:
             log_failure(_LOG, "cannot settle %s", hold_of(dispatch))
 
     async def _is_away(self, tenant_id: TenantId) -> bool:
-        tenant = await self._store.homes.tenants.get(tenant_id)
-        return tenant is not None and self._store.homes.pools.is_away(tenant.pool)
+        tenant = await self._store.directory.tenants.get(tenant_id)
+        return tenant is not None and self._store.directory.databases.is_unreachable(tenant.database)

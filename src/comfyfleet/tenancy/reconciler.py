@@ -16,13 +16,14 @@ from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.paginator import record_pages
 from comfyfleet.policy.accounting import hold_of, problems
-from comfyfleet.policy.reconciliation import Finding, FindingKind, judge_dispatch, judge_open
+from comfyfleet.policy.reconciliation import Finding, FindingKind, check_dispatch, check_open_round
 from comfyfleet.ports import Clock
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.ledger_store import TenantLedgerStore
-from comfyfleet.tracing import in_background, log_failure
+from comfyfleet.tracing import BackgroundJob, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,29 +39,19 @@ _OPEN = (Phase.QUEUED, Phase.LEASED)
 _STAYING = (TenantState.ACTIVE, TenantState.SUSPENDED)
 
 
-class Reconciler:
+class Reconciler(BackgroundJob):
     """Every hub has one; each minute one of them runs."""
 
     def __init__(self, store: TenantLedgerStore, clock: Clock) -> None:
+        super().__init__("reconciler")
         self._store = store
         self._clock = clock
-        self._running: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._running is None:
-            self._running = in_background(self._run(), name="reconciler")
-
-    async def close(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
             wait_s = EVERY_S
             try:
-                found = await self.take_turn()
+                found = await self.reconcile_if_due()
                 wait_s = EVERY_S if found is not None else _CLAIM_AGAIN_S
                 for finding in found or ():
                     _LOG.warning("%s: %s", finding.kind.value, finding.message)
@@ -70,7 +61,7 @@ class Reconciler:
                 log_failure(_LOG, "the reconciler failed, will retry")
             await asyncio.sleep(wait_s)
 
-    async def take_turn(self) -> list[Finding] | None:
+    async def reconcile_if_due(self) -> list[Finding] | None:
         """None: another hub is reconciling, or did so within the last minute."""
         mine = await claim(self._store.central.documents, self._clock, CLAIM)
         if mine is None:
@@ -79,7 +70,7 @@ class Reconciler:
             found = await self.reconcile(ledgers=False, claim=mine)
         except BaseException:
             with contextlib.suppress(Fault):
-                await mine.give_back()
+                await mine.release()
             raise
         await mine.rest(EVERY_S - CLAIM_S / 3)
         return found
@@ -103,17 +94,17 @@ class Reconciler:
 
     async def _look(self, claim: Claim | None) -> AsyncIterator[Finding]:
         staying: dict[TenantId, Tenant] = {}
-        for pool, tenants in (await self._store.homes.everyone()).items():
+        for name, tenants in (await self._store.directory.tenants_by_database()).items():
             here = {each.tenant_id: each for each in tenants if each.state in _STAYING}
             staying |= here
             try:
-                database = await self._store.homes.pools.get(pool)
+                database = await self._store.directory.databases.get(name)
                 async for finding in self._compare_rounds(
                     database, {each.tenant_id for each in tenants}, claim
                 ):
                     yield finding
             except Fault as fault:
-                _LOG.warning("cannot compare database %s with the store: %s", pool, fault)
+                _LOG.warning("cannot compare database %s with the store: %s", name, fault)
                 continue
             for tenant in here.values():
                 async for page in self._open_dispatches(tenant):
@@ -132,11 +123,11 @@ class Reconciler:
         after: HoldId | None = None
         while True:
             if claim is not None:
-                await claim.keep()
+                await claim.renew_if_due()
             page = await database.outbox(is_sent=True, after=after, limit=_PAGE)
             there = await self._store.central.load_many([each.hold_id.job_id for each in page])
             for entry, dispatch in zip(page, there, strict=True):
-                kind = judge_open(entry.hold_id, dispatch)
+                kind = check_open_round(entry.hold_id, dispatch)
                 if kind is not None and entry.tenant in tenants:
                     said = (
                         "nothing of it" if dispatch is None else f"{dispatch.phase} (round {dispatch.round})"
@@ -157,19 +148,19 @@ class Reconciler:
         if not dispatches:
             return []
         if claim is not None:
-            await claim.keep()
+            await claim.renew_if_due()
         try:
-            database = await self._store.homes.pools.of(tenant)
+            database = await self._store.directory.databases.database_of(tenant)
             phases = await database.phases([hold_of(each) for each in dispatches])
         except Fault as fault:
-            if not self._store.homes.pools.is_away(tenant.pool):
+            if not self._store.directory.databases.is_unreachable(tenant.database):
                 _LOG.warning("cannot compare the jobs of tenant %s: %s", tenant.tenant_id, fault)
             return []
         found = []
         for dispatch in dispatches:
             hold_id = hold_of(dispatch)
             ended = phases.get(hold_id)
-            kind = judge_dispatch(dispatch, hold_id in phases, ended)
+            kind = check_dispatch(dispatch, hold_id in phases, ended)
             if kind is not None:
                 said = f"it is {ended.value}" if ended is not None else "there is no such round"
                 found.append(
@@ -186,15 +177,8 @@ class Reconciler:
         """Pages of the tenant's open dispatches."""
         central = self._store.central
         for phase in _OPEN:
-            after: JobId | None = None
-            while True:
-                stubs = await central.records.listing(
-                    tenant=tenant.tenant_id, phase=phase, limit=_PAGE, after=after
-                )
+            async for stubs in record_pages(central.records, tenant.tenant_id, phase, _PAGE):
                 yield _open_in_tenant_database(await central.load_many([each.job_id for each in stubs]))
-                if len(stubs) < _PAGE:
-                    break
-                after = stubs[-1].job_id
 
     async def _unconfirmed(self) -> AsyncIterator[Sequence[Dispatch]]:
         """Pages of all tenants' ended dispatches that are not marked as settled."""
@@ -204,10 +188,10 @@ class Reconciler:
             after = page[-1].job_id
 
     async def _ledgers(self) -> AsyncIterator[Finding]:
-        now, pools = await self._store.central.now(), self._store.homes.pools
-        for pool, tenants in (await self._store.homes.everyone()).items():
+        now, databases = await self._store.central.now(), self._store.directory.databases
+        for name, tenants in (await self._store.directory.tenants_by_database()).items():
             try:
-                database = await pools.get(pool)
+                database = await databases.get(name)
                 for hold in await database.open_holds(now - OLD_HOLD_S, _PAGE):
                     days = (now - hold.at) / 86_400
                     message = f"{hold.amount} credits have been held for {hold.hold_id} for {days:.0f} days"
@@ -219,7 +203,7 @@ class Reconciler:
             for tenant in tenants:
                 try:
                     # A tenant that is being moved may have no account here; any other must have one.
-                    its = await pools.of(tenant) if tenant.state in _STAYING else database
+                    its = await databases.database_of(tenant) if tenant.state in _STAYING else database
                     for problem in await _wrong(its, tenant):
                         yield Finding(FindingKind.WRONG_LEDGER, tenant.tenant_id, problem)
                 except Fault as fault:
@@ -230,12 +214,12 @@ class Reconciler:
         if hold_id is None or not finding.kind.mends_itself:
             return
         try:
-            home = await store.homes.of(finding.tenant)
+            home = await store.directory.locate(finding.tenant)
             if home is None:
                 return
             if finding.kind is FindingKind.UNSENT:
                 await home.database.send_again(hold_id)
-                store.left_behind()
+                store.on_relay_work()
                 return
             dispatch = await store.central.load(hold_id.job_id)
             if dispatch is None or dispatch.round != hold_id.round:

@@ -11,7 +11,8 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureText
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.ports import Store
+from comfyfleet.model.recent import RecentDict
+from comfyfleet.ports import RecordQuery, Store
 from comfyfleet.stores import failure_texts as texts
 from comfyfleet.tenancy.settlement import Settler
 from comfyfleet.tenancy.tenants import TenantDirectory
@@ -29,24 +30,22 @@ def stub_of(job: Job, *, keeps_payload: bool) -> Job:
 
 
 class TenantRecords:
-    def __init__(self, central: Store, homes: TenantDirectory, settler: Settler) -> None:
+    def __init__(self, central: Store, directory: TenantDirectory, settler: Settler) -> None:
         self._central = central
-        self._homes = homes
+        self._homes = directory
         self._settler = settler
-        self._leased: dict[JobId, Job] = {}
+        self._leased: RecentDict[JobId, Job] = RecentDict(_MAX_REMEMBERED)
         """Read for a lease that is about to ask for them again."""
 
     def remember(self, job: Job) -> None:
         self._leased[job.job_id] = job
-        if len(self._leased) > _MAX_REMEMBERED:
-            del self._leased[next(iter(self._leased))]
 
     async def get(self, job_id: JobId) -> Job | None:
         leased = self._leased.pop(job_id, None)
         stub = await self._central.records.get(job_id)
         if stub is None:
             return None
-        home = await self._homes.of(stub.tenant)
+        home = await self._homes.locate(stub.tenant)
         if home is None:
             return stub
         job = leased if leased is not None and leased.round == stub.round else await home.database.get(job_id)
@@ -62,14 +61,14 @@ class TenantRecords:
             and not job.phase.is_final
         )
         if job is None or lacks_result:
-            home = await self._homes.newest(stub.tenant)
+            home = await self._homes.locate_uncached(stub.tenant)
             if lacks_result:
                 dispatch = await self._central.load(stub.job_id)
                 if dispatch is not None and dispatch.is_unsettled:
                     await self._settler.settle(dispatch)
             if home is not None:
                 job = await home.database.get(stub.job_id) or job
-        if (place := texts.place_of(stub)) is not None:
+        if (place := texts.attempt_of_text(stub)) is not None:
             stub = texts.job_with(stub, await self.texts_of(stub.job_id, {place}))
         # A job from before the tenant was created is only in the central store.
         return stub if job is None else filled(stub, job)
@@ -77,39 +76,32 @@ class TenantRecords:
     async def texts_of(self, job_id: JobId, wanted: set[str]) -> texts.Texts:
         """The failure texts of a job's attempts. Looks again in case the tenant has just moved."""
         dispatch = await self._central.load(job_id)
-        home = None if dispatch is None else await self._homes.of(dispatch.tenant)
+        home = None if dispatch is None else await self._homes.locate(dispatch.tenant)
         if dispatch is None or home is None:
             return {}
         found = await home.database.failures_of([job_id])
-        if not wanted <= found.keys() and (home := await self._homes.newest(dispatch.tenant)) is not None:
+        if (
+            not wanted <= found.keys()
+            and (home := await self._homes.locate_uncached(dispatch.tenant)) is not None
+        ):
             found = await home.database.failures_of([job_id])
         if wanted <= found.keys():
             return found
         # A worker that cannot reach the database may have left them in the central store.
-        return {**found, **await self._settler.left_texts.of(wanted - found.keys())}
+        return {**found, **await self._settler.pending_texts.get_many(wanted - found.keys())}
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
-        home = await self._homes.of(tenant)
+        home = await self._homes.locate(tenant)
         job = None if home is None else await home.database.by_reference(tenant, reference)
         if home is None or job is None:
             return await self._central.records.by_reference(tenant, reference)
         stub = await self._central.records.get(job.job_id)
         return job if stub is None else await self._complete(stub, job)
 
-    async def listing(
-        self,
-        *,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        newest_first: bool = False,
-    ) -> list[Job]:
+    async def listing(self, query: RecordQuery) -> list[Job]:
         """A list of several tenants has only stubs for those whose database is unreachable."""
-        page = await self._central.records.listing(
-            tenant=tenant, phase=phase, limit=limit, after=after, newest_first=newest_first
-        )
-        return await self._filled(page, is_one_tenants=tenant is not None)
+        page = await self._central.records.listing(query)
+        return await self._filled(page, is_one_tenants=query.tenant is not None)
 
     async def many(self, job_ids: Sequence[JobId]) -> list[Job]:
         """Leaves out unknown jobs; has only stubs for tenants whose database is unreachable."""
@@ -121,18 +113,22 @@ class TenantRecords:
         for stub in page:
             by_tenant.setdefault(stub.tenant, []).append(stub.job_id)
         jobs: dict[JobId, Job] = {}
-        without_text = {stub.job_id for stub in page if texts.place_of(stub) is not None}
+        without_text = {stub.job_id for stub in page if texts.attempt_of_text(stub) is not None}
         found: dict[str, FailureText] = {}
         for each, job_ids in by_tenant.items():
             try:
-                home = await self._homes.of(each)
+                home = await self._homes.locate(each)
                 if home is not None:
                     jobs |= await home.database.get_many(job_ids)
                     found |= await home.database.failures_of(
                         [each for each in job_ids if each in without_text]
                     )
-                    left = {place for stub in page if texts.is_left(stub) and (place := texts.place_of(stub))}
-                    found |= await self._settler.left_texts.of(left - found.keys())
+                    left = {
+                        place
+                        for stub in page
+                        if texts.is_text_pending(stub) and (place := texts.attempt_of_text(stub))
+                    }
+                    found |= await self._settler.pending_texts.get_many(left - found.keys())
             except Fault:
                 if is_one_tenants:
                     raise

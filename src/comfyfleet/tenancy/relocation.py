@@ -27,21 +27,22 @@ _ERASE_PAGE = 500
 
 class TenantRelocation:
     def __init__(
-        self, tenants: Tenants, pools: TenantDatabases, sleep: Callable[[float], Awaitable[None]]
+        self, tenants: Tenants, databases: TenantDatabases, sleep: Callable[[float], Awaitable[None]]
     ) -> None:
         self._tenants = tenants
-        self._pools = pools
+        self._databases = databases
         self._sleep = sleep
 
     async def move(self, tenant: Tenant, claim: Claim) -> Tenant:
         """Raises `Fault` if the move has to start again."""
         assert tenant.moving_to is not None, "a relocation has a target"
         tenant_id = tenant.tenant_id
-        source, target = await self._pools.of(tenant), await self._pools.get(tenant.moving_to)
+        source = await self._databases.database_of(tenant)
+        target = await self._databases.get(tenant.moving_to)
         # Then hubs refuse submissions with a clear message, before the frozen account does.
-        await claim.say("all hubs to learn of the move")
+        await claim.report_step("all hubs to learn of the move")
         await self._sleep(REMEMBER_S)
-        await claim.keep()
+        await claim.renew_if_due()
         await _freeze(source, tenant_id, claim)
         # If this froze the target too, both names lead to the same database: nothing to copy or erase.
         is_copied = await target.fence_of(tenant_id) != claim.fence
@@ -58,33 +59,35 @@ class TenantRelocation:
                         "nothing is lost, and the hub tries again"
                     )
             await _check_ledger(tenant_id, source)
-        await claim.keep()
+        await claim.renew_if_due()
         if not await target.unfreeze_account(tenant_id, claim.fence):
             raise lost(tenant_id)
         return await self._tenants.change(
-            tenant_id, lambda found: policy.arrived(found, tenant, is_copied=is_copied)
+            tenant_id, lambda found: policy.complete_move(found, tenant, is_copied=is_copied)
         )
 
-    async def tidy(self, tenant: Tenant, claim: Claim) -> Tenant:
+    async def clean_up(self, tenant: Tenant, claim: Claim) -> Tenant:
         """Erases the old rows once nobody reads them any more."""
         assert tenant.moved_from is not None, "the tenant has moved"
-        pool = tenant.moved_from
+        name = tenant.moved_from
         await self._sleep(2 * REMEMBER_S)
-        await claim.keep()
-        database = await self._pools.get(pool)
+        await claim.renew_if_due()
+        database = await self._databases.get(name)
         await _freeze(database, tenant.tenant_id, claim)
         await erase_all(database, tenant.tenant_id, claim)
-        return await self._tenants.change(tenant.tenant_id, lambda found: policy.tidied(found, pool))
+        return await self._tenants.change(
+            tenant.tenant_id, lambda found: policy.complete_cleanup(found, name)
+        )
 
     async def _copy(
         self, tenant: TenantId, source: TenantDatabase, target: TenantDatabase, claim: Claim
     ) -> None:
         for part in PARTS:
-            await claim.say(f"its {part} to be copied")
+            await claim.report_step(f"its {part} to be copied")
             last: Row | None = None
             while page := await source.rows_of(tenant, part, after=last, limit=_PAGE):
-                await claim.keep()
-                if not await target.take_rows(tenant, claim.fence, part, page):
+                await claim.renew_if_due()
+                if not await target.import_rows(tenant, claim.fence, part, page):
                     raise lost(tenant)
                 if len(page) < _PAGE:
                     break
@@ -95,10 +98,10 @@ class TenantRelocation:
     ) -> str | None:
         """The first part that differs."""
         for part in PARTS:
-            await claim.say(f"its {part} to be compared")
+            await claim.report_step(f"its {part} to be compared")
             last: Row | None = None
             while True:
-                await claim.keep()
+                await claim.renew_if_due()
                 here = await source.rows_of(tenant, part, after=last, limit=_PAGE)
                 if here != await target.rows_of(tenant, part, after=last, limit=_PAGE):
                     return part
@@ -110,7 +113,7 @@ class TenantRelocation:
 
 async def erase_all(database: TenantDatabase, tenant: TenantId, claim: Claim) -> None:
     while True:
-        await claim.keep()
+        await claim.renew_if_due()
         erased = await database.erase(tenant, claim.fence, _ERASE_PAGE)
         if erased is None:
             raise lost(tenant)

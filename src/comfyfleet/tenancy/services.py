@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.rules import Retention
-from comfyfleet.ports import Clock, DocumentStore, Store
+from comfyfleet.ports import Clock, DocumentStore, RecordQuery, Store
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
@@ -24,13 +24,13 @@ _NEWEST = 100
 
 
 class TenantServices:
-    """`pools` maps database names to URLs; `around` wraps each database, for encryption."""
+    """`urls` maps database names to URLs; `around` wraps each database, for encryption."""
 
     def __init__(
         self,
         central: Store,
         clock: Clock,
-        pools: Mapping[str, str],
+        urls: Mapping[str, str],
         open_database: Callable[[str], TenantDatabase] = open_tenant_database,
         *,
         around: Callable[[TenantDatabase], TenantDatabase] | None = None,
@@ -38,11 +38,11 @@ class TenantServices:
     ) -> None:
         self._central = central
         self.tenants = Tenants(central.documents, clock, is_shared=central.is_shared)
-        self.pools = TenantDatabases(pools, clock, open_database, around)
-        self.homes = TenantDirectory(self.tenants, self.pools)
-        self.apart = TenantLedgerStore(central, self.homes)
-        self.reconciler = Reconciler(self.apart, clock)
-        self.forgetting = TenantRetention(central, self.homes, retention or Retention())
+        self.databases = TenantDatabases(urls, clock, open_database, around)
+        self.directory = TenantDirectory(self.tenants, self.databases)
+        self.ledger_store = TenantLedgerStore(central, self.directory)
+        self.reconciler = Reconciler(self.ledger_store, clock)
+        self.retention = TenantRetention(central, self.directory, retention or Retention())
 
     @property
     def documents(self) -> DocumentStore:
@@ -52,23 +52,23 @@ class TenantServices:
     @property
     def store(self) -> Store:
         """The store for the engine."""
-        return self.apart.as_store()
+        return self.ledger_store.as_store()
 
     async def documents_of(self, tenant: TenantId) -> DocumentStore:
-        home = await self.homes.of(tenant)
+        home = await self.directory.locate(tenant)
         return self._central.documents if home is None else home.database.documents(tenant)
 
-    async def remembers(self, tenant: TenantId) -> bool:
+    async def has_jobs_of(self, tenant: TenantId) -> bool:
         """Whether the central store still has jobs of a deleted tenant with this name."""
         stubs = await self._central.records.listing(
-            tenant=tenant, phase=None, limit=_NEWEST, after=None, newest_first=True
+            RecordQuery(tenant=tenant, limit=_NEWEST, newest_first=True)
         )
         there = await self._central.load_many([each.job_id for each in stubs])
         return any(each is not None and each.has_tenant_database for each in there)
 
     @asynccontextmanager
-    async def kept(self, admit: Admit) -> AsyncIterator[None]:
-        relay = OutboxRelay(self.apart, admit)
+    async def background_tasks(self, admit: Admit) -> AsyncIterator[None]:
+        relay = OutboxRelay(self.ledger_store, admit)
         relay.start()
         self.reconciler.start()
         try:
@@ -78,4 +78,4 @@ class TenantServices:
             await relay.close()
 
     async def close(self) -> None:
-        await self.pools.close()
+        await self.databases.close()

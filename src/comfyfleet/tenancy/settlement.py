@@ -19,15 +19,15 @@ from comfyfleet.tenancy.tenants import TenantDirectory, TenantLocation
 class Settler:
     """`central` is the central store, not the `TenantLedgerStore`."""
 
-    def __init__(self, central: Store, homes: TenantDirectory) -> None:
+    def __init__(self, central: Store, directory: TenantDirectory) -> None:
         self._central = central
-        self._homes = homes
-        self.left_texts = PendingFailureTexts(central, homes)
+        self._homes = directory
+        self.pending_texts = PendingFailureTexts(central, directory)
 
     async def settle(self, dispatch: Dispatch) -> None:
         """Raises `Fault` while the tenant database is unreachable or does not know the round."""
         assert dispatch.has_tenant_database and dispatch.phase.is_final, "only the end of a round is settled"
-        home = await self._homes.of(dispatch.tenant)
+        home = await self._homes.locate(dispatch.tenant)
         # A deleted tenant has nothing to settle.
         if home is not None:
             await self._end(home, dispatch)
@@ -44,16 +44,16 @@ class Settler:
         if round_ is None:
             if hold_id not in await home.database.phases([hold_id]):
                 raise Fault(
-                    f"the tenant database {home.tenant.pool!r} does not know job {dispatch.job_id} (round "
+                    f"the tenant database {home.tenant.database!r} does not know job {dispatch.job_id} (round "
                     f"{dispatch.round}) of tenant {dispatch.tenant!r}: was it restored from an older backup?"
                 )
             return
-        left = {texts.place_of(each) or "" for each in attempts if texts.is_left(each)}
-        await self.left_texts.take(left)
-        if (place := texts.place_of(stub)) is not None:
+        left = {texts.attempt_of_text(each) or "" for each in attempts if texts.is_text_pending(each)}
+        await self.pending_texts.take(left)
+        if (place := texts.attempt_of_text(stub)) is not None:
             found = await home.database.failures_of([dispatch.job_id])
             if place not in found and place not in left:
-                raise Fault(f"the tenant database {home.tenant.pool!r} has no failure text of {hold_id}")
+                raise Fault(f"the tenant database {home.tenant.database!r} has no failure text of {hold_id}")
             stub = texts.job_with(stub, found)
         decision = settled(
             dispatch,
@@ -79,7 +79,7 @@ class Settler:
         if ended.outcome is PostingResult.REFUSED:
             # Do not mark it: the tenant has moved since the round was read, and it must be settled there.
             raise Fault(
-                f"the tenant database {home.tenant.pool!r} has no hold {hold_id} any more: the tenant has moved"
+                f"the tenant database {home.tenant.database!r} has no hold {hold_id} any more: the tenant has moved"
             )
 
     async def _mark(self, dispatch: Dispatch) -> None:

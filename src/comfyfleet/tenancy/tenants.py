@@ -14,6 +14,7 @@ import msgspec
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
+from comfyfleet.model.recent import RecentDict
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.ports import Clock, DocumentStore
 from comfyfleet.stores.documents import is_name
@@ -34,7 +35,7 @@ class Tenants:
         self._documents = documents
         self._clock = clock
         self._is_shared = is_shared
-        self._known: dict[TenantId, tuple[Tenant | None, float]] = {}
+        self._known: RecentDict[TenantId, tuple[Tenant | None, float]] = RecentDict(_MAX_REMEMBERED)
 
     async def get(self, tenant_id: TenantId) -> Tenant | None:
         """At most `REMEMBER_S` old, but never None for a tenant that exists."""
@@ -43,9 +44,9 @@ class Tenants:
         known, until = self._known.get(tenant_id, (None, float("-inf")))
         if self._clock.monotonic() < until:
             return known
-        return await self.newest(tenant_id)
+        return await self.get_uncached(tenant_id)
 
-    async def newest(self, tenant_id: TenantId) -> Tenant | None:
+    async def get_uncached(self, tenant_id: TenantId) -> Tenant | None:
         # The name comes from a caller and may be invalid.
         document = await self._documents.get(COLLECTION, tenant_id) if is_name(tenant_id) else None
         found = None if document is None else _tenants.decode(document.body)
@@ -57,7 +58,7 @@ class Tenants:
             _tenants.decode(each.body) for each in await self._documents.listing(COLLECTION, after, limit)
         ]
 
-    async def everybody(self) -> list[Tenant]:
+    async def list_all(self) -> list[Tenant]:
         found: list[Tenant] = []
         while page := await self.listing(found[-1].tenant_id if found else "", 1_000):
             found += page
@@ -106,8 +107,6 @@ class Tenants:
         # If no other process writes, the cache never expires.
         until = self._clock.monotonic() + REMEMBER_S if self._is_shared else float("inf")
         self._known[tenant_id] = (found, until)
-        if len(self._known) > _MAX_REMEMBERED:
-            del self._known[next(iter(self._known))]
 
 
 def not_found(tenant_id: TenantId) -> Refusal:
@@ -123,29 +122,29 @@ class TenantLocation(NamedTuple):
 
 
 class TenantDirectory:
-    def __init__(self, tenants: Tenants, pools: TenantDatabases) -> None:
+    def __init__(self, tenants: Tenants, databases: TenantDatabases) -> None:
         self.tenants = tenants
-        self.pools = pools
+        self.databases = databases
 
-    async def of(self, tenant_id: TenantId) -> TenantLocation | None:
+    async def locate(self, tenant_id: TenantId) -> TenantLocation | None:
         """None: the tenant has no database. Raises `Fault` while its database is unreachable."""
         tenant = await self.tenants.get(tenant_id)
-        return None if tenant is None else TenantLocation(tenant, await self.pools.of(tenant))
+        return None if tenant is None else TenantLocation(tenant, await self.databases.database_of(tenant))
 
-    async def newest(self, tenant_id: TenantId) -> TenantLocation | None:
-        """Like `of`, without the cache: the tenant may just have moved."""
-        await self.tenants.newest(tenant_id)
-        return await self.of(tenant_id)
+    async def locate_uncached(self, tenant_id: TenantId) -> TenantLocation | None:
+        """Like `locate`, without the cache: the tenant may just have moved."""
+        await self.tenants.get_uncached(tenant_id)
+        return await self.locate(tenant_id)
 
-    async def everyone(self) -> dict[str, list[Tenant]]:
+    async def tenants_by_database(self) -> dict[str, list[Tenant]]:
         """Tenants by the name of their database."""
         found: dict[str, list[Tenant]] = {}
-        for tenant in await self.tenants.everybody():
-            found.setdefault(tenant.pool, []).append(tenant)
+        for tenant in await self.tenants.list_all():
+            found.setdefault(tenant.database, []).append(tenant)
         return found
 
     async def open(self) -> None:
         """Opens every database that has tenants, if it is reachable."""
-        for pool in await self.everyone():
+        for name in await self.tenants_by_database():
             with contextlib.suppress(Fault):
-                await self.pools.get(pool)
+                await self.databases.get(name)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.tenant import Tenant, TenantTerms
+from comfyfleet.paginator import record_pages
 from comfyfleet.policy import tenants as policy
 from comfyfleet.policy.tenants import terms_of
 from comfyfleet.ports import FairShare, Store
@@ -35,23 +36,16 @@ class TermsReview:
         self._judge_again = judge_again
         self._sleep = sleep
 
-    async def judge(self, tenant: Tenant, claim: Claim) -> Tenant:
+    async def review(self, tenant: Tenant, claim: Claim) -> Tenant:
         # Then all jobs that other hubs accepted under the old terms are in the queue.
         await self._sleep(2 * REMEMBER_S)
         for phase in (Phase.QUEUED, Phase.LEASED):
-            after: JobId | None = None
-            while True:
-                page = await self._central.records.listing(
-                    tenant=tenant.tenant_id, phase=phase, limit=_PAGE, after=after
-                )
+            async for page in record_pages(self._central.records, tenant.tenant_id, phase, _PAGE):
                 for stub in page:
-                    await claim.keep()
+                    await claim.renew_if_due()
                     await self._judge_again(stub.job_id, tenant)
-                if len(page) < _PAGE:
-                    break
-                after = page[-1].job_id
         return await self._tenants.change(
-            tenant.tenant_id, lambda found: policy.judged(found, tenant.terms_number)
+            tenant.tenant_id, lambda found: policy.terms_reviewed(found, tenant.terms_number)
         )
 
 
@@ -59,10 +53,10 @@ class FairShareSync:
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
 
-    async def keep(self, tenant: Tenant) -> None:
+    async def put(self, tenant: Tenant) -> None:
         await self._shares.put_terms(terms_of(tenant))
 
-    async def forget(self, tenant_id: TenantId) -> None:
+    async def remove(self, tenant_id: TenantId) -> None:
         await self._shares.remove_terms(tenant_id)
 
     async def compare(self, tenants: Iterable[Tenant]) -> None:
@@ -71,9 +65,9 @@ class FairShareSync:
         for tenant in tenants:
             there = known.pop(tenant.tenant_id, None)
             if there is None or _lasting(there) != terms_of(tenant):
-                await self.keep(tenant)
+                await self.put(tenant)
         for tenant_id in known:
-            await self.forget(tenant_id)
+            await self.remove(tenant_id)
 
 
 def _lasting(terms: TenantTerms) -> TenantTerms:

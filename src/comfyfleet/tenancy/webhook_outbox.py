@@ -3,7 +3,7 @@
 It has four collections in the document store. A *note* is written before a round of a job and stays until all
 deliveries of the round exist. A *delivery* is named after its fact and webhook, so two hubs create it once.
 An *owner* entry, written before the delivery, lists a tenant's deliveries. A *due* entry orders deliveries by
-time; `mend` repairs stale ones. Every step may be repeated, and a hub may die between any two.
+time; `repair` repairs stale ones. Every step may be repeated, and a hub may die between any two.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WebhookOutboxEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 class StoredOutboxEntry(msgspec.Struct, frozen=True):
     job_id: JobId
     round: int
-    note: WebhookOutboxEntry
+    entry: WebhookOutboxEntry
     version: int
 
 
@@ -64,26 +64,28 @@ class WebhookOutbox:
 
     # notes
 
-    async def note(self, job_id: JobId, round_: int, now: float) -> None:
+    async def add_entry(self, job_id: JobId, round_: int, now: float) -> None:
         await self._documents.put(
             NOTES, _note_name(job_id, round_), msgspec.json.encode(WebhookOutboxEntry(now)), version=0
         )
 
-    async def noted(self, job_id: JobId, round_: int) -> StoredOutboxEntry | None:
+    async def get_entry(self, job_id: JobId, round_: int) -> StoredOutboxEntry | None:
         document = await self._documents.get(NOTES, _note_name(job_id, round_))
         return (
             None if document is None else StoredOutboxEntry(job_id, round_, _note(document), document.version)
         )
 
-    async def told(self, noted: StoredOutboxEntry, number: int) -> None:
+    async def mark_published(self, stored: StoredOutboxEntry, number: int) -> None:
         """Deliveries exist for all facts up to this number."""
-        body = msgspec.json.encode(msgspec.structs.replace(noted.note, told=number))
-        await self._documents.put(NOTES, _note_name(noted.job_id, noted.round), body, version=noted.version)
+        body = msgspec.json.encode(msgspec.structs.replace(stored.entry, told=number))
+        await self._documents.put(
+            NOTES, _note_name(stored.job_id, stored.round), body, version=stored.version
+        )
 
-    async def forget_note(self, noted: StoredOutboxEntry) -> None:
-        await self._documents.remove(NOTES, _note_name(noted.job_id, noted.round))
+    async def remove_entry(self, stored: StoredOutboxEntry) -> None:
+        await self._documents.remove(NOTES, _note_name(stored.job_id, stored.round))
 
-    async def notes(self, after: str, limit: int) -> tuple[list[StoredOutboxEntry], str]:
+    async def list_entries(self, after: str, limit: int) -> tuple[list[StoredOutboxEntry], str]:
         """A page in order of submission, and where the next one starts (empty: none)."""
         page = await self._documents.listing(NOTES, after, limit)
         found = []
@@ -206,7 +208,7 @@ class WebhookOutbox:
             for document in await self._documents.listing(DUE, after, limit)
         ]
 
-    async def mend(self, entry: str) -> None:
+    async def repair(self, entry: str) -> None:
         """Repairs a due entry whose delivery has ended or is due at another time."""
         pending = await self._pending(entry)
         if pending is not None:

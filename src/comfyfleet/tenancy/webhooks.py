@@ -16,6 +16,7 @@ import msgspec
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import TenantId
+from comfyfleet.model.recent import RecentDict
 from comfyfleet.model.webhook import ENDINGS, SigningSecret, WebhookSubscription
 from comfyfleet.ports import Clock, DocumentStore
 
@@ -36,7 +37,7 @@ class Webhooks:
     def __init__(self, documents: DocumentStore, clock: Clock) -> None:
         self._documents = documents
         self._clock = clock
-        self._known: dict[TenantId | None, tuple[_Request, float]] = {}
+        self._known: RecentDict[TenantId | None, tuple[_Request, float]] = RecentDict(_MAX_REMEMBERED)
         """Cached or running requests, and when they expire."""
 
     async def create(
@@ -47,7 +48,7 @@ class Webhooks:
         events: tuple[FactKind, ...] = ENDINGS,
         name: str = "",
     ) -> WebhookSubscription:
-        if len(await self.of(owner)) >= MAX_STANDING:
+        if len(await self.list_of_owner(owner)) >= MAX_STANDING:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
                 f"there are {MAX_STANDING} webhooks already, which is the maximum: delete one first",
@@ -84,7 +85,7 @@ class Webhooks:
         await self._documents.remove(_WEBHOOKS, webhook.webhook_id)
         self._known.pop(webhook.owner, None)
 
-    async def of(self, owner: TenantId | None) -> tuple[WebhookSubscription, ...]:
+    async def list_of_owner(self, owner: TenantId | None) -> tuple[WebhookSubscription, ...]:
         """In order of creation."""
         beginning = _beginning(owner)
         # Some more than the maximum: two hubs may have created the last one at once.
@@ -101,7 +102,7 @@ class Webhooks:
         page = await self._documents.listing(_WEBHOOKS, after, limit)
         return [msgspec.json.decode(document.body, type=WebhookSubscription) for document in page]
 
-    async def hearing(self, tenant: TenantId) -> tuple[WebhookSubscription, ...]:
+    async def subscriptions_for(self, tenant: TenantId) -> tuple[WebhookSubscription, ...]:
         """The webhooks for a tenant's jobs: its own and the hub's. Cached for two seconds."""
         return (*await self._cached(tenant), *await self._cached(None))
 
@@ -112,11 +113,8 @@ class Webhooks:
             return asked.result()
         if asked is None or now >= until or asked.done():
             # One request serves all callers meanwhile: a batch would send a thousand.
-            asked = asyncio.ensure_future(self.of(owner))
-            self._known.pop(owner, None)
+            asked = asyncio.ensure_future(self.list_of_owner(owner))
             self._known[owner] = (asked, now + _REMEMBER_S)
-            if len(self._known) > _MAX_REMEMBERED:
-                del self._known[next(iter(self._known))]
         return await asyncio.shield(asked)
 
     # secrets

@@ -12,18 +12,18 @@ from comfyfleet.wire.route import (
     ADMIN,
     ANYBODY,
     CALLERS,
+    FLEET_VIEWERS,
+    JOB_READERS,
     LISTED_BYTES,
-    LOOKERS,
     OPERATORS,
-    READERS,
     WORKERS,
     Route,
     get_route,
-    of_noun,
     post_route,
+    tagged,
 )
 
-FILES = of_noun(
+FILES = tagged(
     "files",
     Route(
         "create_file",
@@ -40,7 +40,7 @@ FILES = of_noun(
         "list_files",
         "/api/files",
         "List files, oldest first",
-        READERS,
+        JOB_READERS,
         files.FileList,
         query=files.FilesQuery,
     ),
@@ -57,14 +57,14 @@ FILES = of_noun(
         "get_file",
         "/api/files/{file_id}",
         "Get a file's record with a link to its content",
-        READERS,
+        JOB_READERS,
         files.FileDetails,
     ),
     get_route(
         "list_derived",
         "/api/files/{file_id}/derived",
         "List the files that were made from a file, oldest first",
-        READERS,
+        JOB_READERS,
         files.FileList,
         query=bodies.PageQuery,
     ),
@@ -72,7 +72,7 @@ FILES = of_noun(
         "get_thumbnail",
         "/api/files/{file_id}/thumbnail",
         "Get a thumbnail of a picture: a file with its own link",
-        READERS,
+        JOB_READERS,
         files.FileView,
         query=files.ThumbnailQuery,
         refuses=(RefusalCode.INVALID_REQUEST, RefusalCode.TOO_LARGE, RefusalCode.WRONG_PHASE),
@@ -141,7 +141,7 @@ FILES = of_noun(
 
 _PHASE = (RefusalCode.WRONG_PHASE,)
 
-KEYS = of_noun(
+KEYS = tagged(
     "keys",
     get_route(
         "list_keys",
@@ -225,7 +225,7 @@ KEYS = of_noun(
 )
 
 
-HUB = of_noun(
+HUB = tagged(
     "hub",
     Route(
         "health",
@@ -237,16 +237,19 @@ HUB = of_noun(
         answers={200: answers.HealthBody, 503: answers.HealthBody},
     ),
     get_route("live", "/health/live", "Check whether the process is alive", ANYBODY, answers.HealthBody),
-    get_route("metrics", "/metrics", "Get metrics in the text format of Prometheus", LOOKERS, str),
+    get_route("metrics", "/metrics", "Get metrics in the text format of Prometheus", FLEET_VIEWERS, str),
     Route(
         "status_page",
         "GET",
         "/",
         "Show the fleet on a web page",
-        READERS,
+        JOB_READERS,
         answers={200: None},
         takes_token=True,
         is_page=True,
+    ),
+    Route(
+        "api_page", "GET", "/docs", "Show this API on a web page", ANYBODY, answers={200: None}, is_page=True
     ),
     get_route("openapi", "/openapi.json", "Get this API as an OpenAPI 3.1 document", ANYBODY, dict[str, Any]),
 )
@@ -256,7 +259,7 @@ PAYERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT})
 """These roles see credits; a tenant sees only its own."""
 
 
-TENANTS = of_noun(
+TENANTS = tagged(
     "tenants",
     get_route(
         "list_tenants",
@@ -328,7 +331,7 @@ TENANTS = of_noun(
     ),
 )
 
-CREDITS = of_noun(
+CREDITS = tagged(
     "credits",
     get_route(
         "balance",
@@ -416,13 +419,13 @@ CREDITS = of_noun(
 )
 
 
-WEBHOOKS = of_noun(
+WEBHOOKS = tagged(
     "webhooks",
     get_route(
         "list_webhooks",
         "/api/webhooks",
         "List standing webhooks",
-        READERS,
+        JOB_READERS,
         webhooks.WebhookList,
         query=bodies.PageQuery,
     ),
@@ -472,7 +475,7 @@ WEBHOOKS = of_noun(
         "list_deliveries",
         "/api/deliveries",
         "List deliveries of all jobs in the order of submission",
-        READERS,
+        JOB_READERS,
         webhooks.DeliveryList,
         query=webhooks.DeliveriesQuery,
     ),
@@ -480,9 +483,9 @@ WEBHOOKS = of_noun(
         "job_deliveries",
         "/api/jobs/{job_id}/deliveries",
         "List the deliveries of a job: delivered, pending and given up",
-        READERS,
+        JOB_READERS,
         webhooks.DeliveryList,
-        query=bodies.WholeQuery,
+        query=bodies.OptionalPageQuery,
     ),
     post_route(
         "resend_delivery",

@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from comfyfleet.model.block import UNTIL_LIFTED, Block
-from comfyfleet.model.calls import JobView, Submitted
+from comfyfleet.model.calls import JobView, QueueStats, Submitted
 from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Readiness, Stop
 from comfyfleet.model.failure import Failure
-from comfyfleet.model.ids import JobId, trace_id_of, traceparent_of
+from comfyfleet.model.ids import trace_id_of, traceparent_of
 from comfyfleet.model.job import Job, JobInput, JobResult
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.webhook import Webhook
@@ -27,22 +27,20 @@ from comfyfleet.wire.bodies import (
     WebhookBody,
 )
 from comfyfleet.wire.status_names import status_name
+from comfyfleet.wire.views import view_of
 from comfyfleet.wire.webhooks import shown
 
-Status = Literal["queued", "leased", "completed", "failed", "cancelled"]
 
-
-class _Got(msgspec.Struct, frozen=True, omit_defaults=True):
+class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     pass
 
 
-class SubmittedBody(_Got, frozen=True):
+class SubmittedBody(_Answer, frozen=True):
     id: str
     status: str
     workflow_hash: str
     jobId: str  # noqa: N815 — the name that old callers read
     seeds: dict[str, int] | None = None
-    """By node id: the value that replaced a seed of -1."""
     warnings: tuple[str, ...] = ()
     """If no connected worker can run the job: what the nearest worker misses."""
     is_repeat: bool = False
@@ -50,7 +48,7 @@ class SubmittedBody(_Got, frozen=True):
     """Whether the job still runs: its worker stops it before the retry."""
 
 
-class BatchItem(_Got, frozen=True):
+class BatchItem(_Answer, frozen=True):
     """The answer to one job of a batch."""
 
     status: int
@@ -60,13 +58,13 @@ class BatchItem(_Got, frozen=True):
     """The problem, if the job was refused."""
 
 
-class BatchAnswer(_Got, frozen=True):
+class BatchAnswer(_Answer, frozen=True):
     items: tuple[BatchItem, ...]
     accepted: int
     refused: int
 
 
-class AttemptBody(_Got, frozen=True):
+class AttemptBody(_Answer, frozen=True):
     id: str
     worker_id: str
     lease: int
@@ -81,7 +79,7 @@ class AttemptBody(_Got, frozen=True):
     reported_late: bool = False
 
 
-class JobBody(_Got, frozen=True, omit_defaults=False):
+class JobBody(_Answer, frozen=True, omit_defaults=False):
     id: str
     status: str
     service: str
@@ -124,52 +122,41 @@ class JobDetails(JobBody, frozen=True):
     """The inputs. `file` is known as soon as the job that makes it has completed."""
 
 
-class JobList(_Got, frozen=True, omit_defaults=False):
+class JobList(_Answer, frozen=True, omit_defaults=False):
     jobs: tuple[JobBody, ...]
     cursor: str | None = None
     """Send it to get the next page. A page with a cursor can be short or empty; null on the last page."""
 
 
-class ResultBody(_Got, frozen=True, omit_defaults=False):
+class ResultBody(_Answer, frozen=True, omit_defaults=False):
     id: str
     status: str
     result: JobResult | None = None
     error: Failure | None = None
 
 
-class CancelBody(_Got, frozen=True, omit_defaults=False):
+class CancelBody(_Answer, frozen=True, omit_defaults=False):
     id: str
     status: str
     cancel_requested: bool
 
 
-class PurgeAnswer(_Got, frozen=True):
+class PurgeAnswer(_Answer, frozen=True):
     purged: int
 
 
-class QueueBody(_Got, frozen=True):
+class QueueBody(_Answer, frozen=True):
     is_paused: bool
     """Whether the queue is paused: then no job is leased."""
 
 
-class StatsBody(_Got, frozen=True):
-    waiting: int
-    delayed: int
-    paused: int
-    leased: int
-    completed: int
-    failed: int
-    cancelled: int
-    workers: int
-    """Connected workers."""
-    idle_slots: int
-    payload_bytes: int
+class StatsBody(QueueStats, frozen=True, omit_defaults=True):
     is_paused: bool
     counted: int | None = None
     """For a tenant's key: how many of its newest jobs were counted. Absent: all jobs were."""
 
 
-class WorkerBody(_Got, frozen=True, omit_defaults=False):
+class WorkerBody(_Answer, frozen=True, omit_defaults=False):
     id: str
     status: WorkerStatus
     environment: str
@@ -199,12 +186,12 @@ class WorkerDetails(WorkerBody, frozen=True):
     live: LiveState = LiveState()
 
 
-class WorkerList(_Got, frozen=True):
+class WorkerList(_Answer, frozen=True):
     workers: tuple[WorkerBody, ...]
     cursor: str | None = None
 
 
-class BlockBody(_Got, frozen=True):
+class BlockBody(_Answer, frozen=True):
     worker_id: str
     target: str
     reason: str
@@ -218,39 +205,39 @@ class BlockBody(_Got, frozen=True):
     """The tenant whose jobs are blocked; null: all tenants."""
 
 
-class BlockList(_Got, frozen=True):
+class BlockList(_Answer, frozen=True):
     blocks: tuple[BlockBody, ...]
     cursor: str | None = None
 
 
-class HealthBody(_Got, frozen=True):
+class HealthBody(_Answer, frozen=True):
     status: Literal["ok", "starting", "stopping", "failing"]
     version: str = ""
     """The version of the hub."""
     detail: str = ""
 
 
-def submitted(answer: Submitted) -> SubmittedBody:
-    return SubmittedBody(
-        answer.job_id,
-        status_name(answer.phase),
-        answer.workflow_hash,
-        answer.job_id,
-        answer.seeds,
-        answer.unworkable,
-        answer.is_repeat,
-        answer.retry_requested,
+def submitted_body(answer: Submitted) -> SubmittedBody:
+    return view_of(
+        SubmittedBody,
+        answer,
+        id=answer.job_id,
+        jobId=answer.job_id,
+        status=status_name(answer.phase),
+        warnings=answer.unworkable,
     )
 
 
-def job(record: Job) -> JobBody:
+def job_body(record: Job) -> JobBody:
     """The job as a list shows it, from its record alone."""
-    return JobBody(**_of_record(record))
+    return view_of(JobBody, record, **_of_record(record))
 
 
-def details(view: JobView) -> JobDetails:
+def job_details(view: JobView) -> JobDetails:
     dispatch = view.dispatch
-    return JobDetails(
+    return view_of(
+        JobDetails,
+        view.job,
         **_of_record(view.job, dispatch.phase)
         | {
             "worker_id": view.worker_id,
@@ -272,6 +259,7 @@ def details(view: JobView) -> JobDetails:
 
 
 def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
+    """The fields that are not those of the record."""
     asked, phase = record.payload, phase or record.phase
     # The record keeps values of the previous attempt, which do not describe a waiting job.
     waits = phase is Phase.QUEUED
@@ -279,62 +267,41 @@ def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
         "id": record.job_id,
         "status": status_name(phase),
         "service": asked.requirements.service,
-        "tenant": record.tenant,
-        "workflow_hash": record.workflow_hash,
         "priority": asked.priority if record.priority is None else record.priority,
-        "submitted_at": record.submitted_at,
-        "reference": record.reference,
         "metadata": asked.metadata,
-        "worker_id": record.worker_id,
         "prompt_id": None if waits else record.prompt_id,
-        "round": record.round,
         "started_at": None if waits else record.started_at,
-        "completed_at": record.completed_at,
         "not_before": asked.not_before,
         "deadline": asked.deadline,
-        "is_late": record.is_late,
-        "seeds": record.seeds,
         "trace_id": trace_id_of(traceparent_of(record.job_id, asked.traceparent)),
         "error": record.failure,
-        "unreadable": record.unreadable,
     }
 
 
 def _attempt(attempt: Attempt) -> AttemptBody:
-    return AttemptBody(
-        attempt.attempt_id,
-        attempt.worker_id,
-        attempt.lease_number,
-        attempt.round,
-        attempt.started_at,
-        attempt.outcome.value,
-        attempt.ended_at,
-        attempt.charged_to,
-        attempt.failure,
-        attempt.reported_late,
+    return view_of(
+        AttemptBody,
+        attempt,
+        id=attempt.attempt_id,
+        lease=attempt.lease_number,
+        error=attempt.failure,
     )
 
 
-def worker(record: WorkerRecord, leases: list[Dispatch]) -> WorkerDetails:
+def worker_details(record: WorkerRecord, leases: list[Dispatch]) -> WorkerDetails:
     hours = record.busy_s / 3600
-    return WorkerDetails(
+    return view_of(
+        WorkerDetails,
+        record,
         id=record.worker_id,
         status=worker_status(record, leases),
         environment=record.capabilities.environment,
         services=tuple(service.name for service in record.capabilities.services),
-        slots=record.slots,
-        connected_at=record.connected_at,
-        last_seen_at=record.last_seen_at,
-        current_jobs=tuple(str(JobId(lease.job_id)) for lease in leases),
-        completed=record.completed,
-        failed=record.failed,
+        current_jobs=tuple(lease.job_id for lease in leases),
         per_hour=round(record.completed / hours, 3) if hours else 0.0,
-        disconnects=record.disconnects,
-        offline_reason=record.offline_reason,
-        quarantined_until=record.quarantined_until,
         is_fake=record.capabilities.is_fake,
-        capabilities=record.capabilities,
-        live=record.live,
+        blocked_workflows=0,
+        blocked_until=None,
     )
 
 
@@ -348,20 +315,16 @@ def worker_status(record: WorkerRecord, leases: list[Dispatch]) -> WorkerStatus:
     return WorkerStatus.BUSY if leases else WorkerStatus.IDLE
 
 
-def summary(found: WorkerDetails) -> WorkerBody:
-    return WorkerBody(**{name: getattr(found, name) for name in WorkerBody.__struct_fields__})
+def worker_summary(found: WorkerDetails) -> WorkerBody:
+    return view_of(WorkerBody, found)
 
 
-def block(found: Block) -> BlockBody:
-    return BlockBody(
-        found.worker_id,
-        found.target,
-        found.reason.value,
-        found.failures,
-        None if found.blocked_until == UNTIL_LIFTED else found.blocked_until,
-        found.missing,
-        None if found.names_job else found.workflow_hash,
-        found.tenant,
+def block_body(found: Block) -> BlockBody:
+    return view_of(
+        BlockBody,
+        found,
+        blocked_until=None if found.blocked_until == UNTIL_LIFTED else found.blocked_until,
+        workflow_hash=None if found.names_job else found.workflow_hash,
     )
 
 
@@ -379,32 +342,23 @@ class PayloadBody(SubmitBody, frozen=True, kw_only=True, forbid_unknown_fields=F
 
 def payload_body(job: Job) -> PayloadBody:
     asked = job.payload
-    return PayloadBody(
+    return view_of(
+        PayloadBody,
+        asked,
         id=job.job_id,
         payload={"workflow": asked.workflow},
+        workflow=None,
+        prompt=None,
         tenant=job.tenant,
         service=asked.requirements.service,
         provider=asked.requirements.provider,
         reference=job.reference,
-        inputs=tuple(
-            InputBody(each.node, each.input, each.file, each.job, each.output, each.index, each.kind)
-            for each in asked.inputs
-        ),
+        inputs=tuple(view_of(InputBody, each) for each in asked.inputs),
         priority=asked.priority if job.priority is None else job.priority,
-        urgency=asked.urgency,
-        not_before=asked.not_before,
-        deadline=asked.deadline,
-        on_deadline=asked.on_deadline,
-        after=asked.after,
         requirements=_convert(asked_for(asked.requirements), RequirementsBody),
         preferences=_same(asked.preferences, PreferencesBody),
-        metadata=asked.metadata,
-        max_attempts=asked.max_attempts,
-        retry_delay_s=asked.retry_delay_s,
         timeouts=_same(asked.timeouts, TimeoutsBody),
-        include_outputs=asked.include_outputs,
         webhook=_webhook(asked.webhook),
-        require_workable=asked.require_workable,
         seeds=job.seeds,
     )
 

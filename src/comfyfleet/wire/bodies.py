@@ -7,44 +7,31 @@ the responses.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from comfyfleet.model.bounds import Amount, Count, Name, Names, PageSize, Priority, Reason, Seconds, Url
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactKind
-from comfyfleet.model.ids import JobId, TenantId, WorkerId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import JobInput, Submission, Timeouts, Urgency
-from comfyfleet.model.requirement import (
-    CostTier,
-    Environment,
-    HardwareNeed,
-    Isolation,
-    LocationNeed,
-    Preferences,
-    Requirements,
-)
+from comfyfleet.model.requirement import CostTier, Environment, Isolation, Preferences, Requirements
 from comfyfleet.model.webhook import ENDINGS, Webhook
-from comfyfleet.model.workflow import decoded_graph
+from comfyfleet.model.workflow_graph import decoded_graph
 from comfyfleet.wire.status_names import KNOWN_STATUSES, OLD_SERVICE_NAMES, OLD_TENANT_NAMES
 
 MAX_BATCH = 1_000
 IDEMPOTENCY_PREFIX = "idempotency-key:"
 """The reference of a job with an Idempotency-Key begins so; a caller's own reference must not."""
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Reason = Annotated[str, Meta(max_length=500)]
-Names = Annotated[tuple[Name, ...], Meta(max_length=1_000)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Amount = Annotated[float, Meta(ge=0, le=1e6)]
-Count = Annotated[int, Meta(ge=0, le=100_000)]
-Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 Status = Annotated[str, Meta(extra_json_schema={"enum": list(KNOWN_STATUSES)})]
-Url = Annotated[str, Meta(min_length=1, max_length=2_048)]
 Events = Annotated[tuple[FactKind, ...], Meta(min_length=1, max_length=len(FactKind))]
 Time = Annotated[float, Meta(ge=0, le=1e11, description="Seconds since 1970")] | datetime
 """Seconds since 1970, or a date in ISO 8601; without a zone it is UTC."""
+
+M = TypeVar("M", bound=msgspec.Struct)
 
 _PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -120,7 +107,7 @@ class InputBody(_Sent, frozen=True):
     """The id or reference of an earlier job. The new job waits for it, as with `after`."""
     output: Name | None = None
     """Which output: a node id, or a pattern of file names such as `*.png`. Default: any."""
-    index: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    index: Count = 0
     """Which of several outputs, in the order of the result."""
     kind: Literal["image", "mask"] = "image"
     """How ComfyUI stores the file: as an image or as a mask."""
@@ -252,21 +239,21 @@ class ListQuery(_Sent, frozen=True):
     """Which jobs come first."""
     cursor: Name | None = None
     """Continue after this job."""
-    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    limit: PageSize = 100
 
 
 class PageQuery(_Sent, frozen=True):
     cursor: Name | None = None
-    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    limit: PageSize = 100
 
 
-class WholeQuery(_Sent, frozen=True):
+class OptionalPageQuery(_Sent, frozen=True):
     cursor: Annotated[str, Meta(min_length=1, max_length=1_024)] | None = None
-    limit: Annotated[int, Meta(ge=1, le=1_000)] | None = None
+    limit: PageSize | None = None
     """The most entries of a page. Default: the whole list."""
 
 
-class WorkersQuery(WholeQuery, frozen=True):
+class WorkersQuery(OptionalPageQuery, frozen=True):
     status: Literal["active", "idle", "busy", "draining", "paused", "offline"] | None = None
     """Only workers with this status; `active`: all that are not offline."""
 
@@ -288,18 +275,18 @@ def submission(
         priority=body.priority,
         urgency=body.urgency,
         requirements=_requirements(body),
-        preferences=_preferences(body.preferences),
+        preferences=converted(body.preferences, Preferences),
         metadata=body.metadata,
         max_attempts=body.max_attempts,
         retry_delay_s=body.retry_delay_s,
-        timeouts=Timeouts() if body.timeouts is None else Timeouts(**_given(body.timeouts)),
+        timeouts=converted(body.timeouts, Timeouts),
         not_before=seconds_of(body.not_before),
         deadline=seconds_of(body.deadline),
         on_deadline=body.on_deadline,
         include_outputs=body.include_outputs,
         require_workable=body.require_workable,
         after=tuple(map(JobId, body.after)),
-        inputs=tuple(map(_input, body.inputs)),
+        inputs=tuple(converted(each, JobInput) for each in body.inputs),
         webhook=_webhook(body.webhook),
         traceparent=traceparent,
     )
@@ -323,9 +310,9 @@ def named_jobs(body: SubmitBody) -> set[str]:
     return {*body.after, *(each.job for each in body.inputs if each.job is not None)}
 
 
-def _input(body: InputBody) -> JobInput:
-    job = None if body.job is None else JobId(body.job)
-    return JobInput(body.node, body.input, body.file, job, body.output, body.index, body.kind)
+def converted(body: msgspec.Struct | None, kind: type[M], **more: Any) -> M:
+    """A part of a request as its struct of the model, with the model's defaults for what is left out or null."""
+    return msgspec.convert({**(msgspec.to_builtins(body) if body is not None else {}), **more}, kind)
 
 
 def _webhook(given: WebhookBody | str | None) -> Webhook | None:
@@ -427,24 +414,4 @@ def _requirements(body: SubmitBody) -> Requirements:
     if isinstance(body, LegacySubmitBody):
         for name in OLD_SERVICE_NAMES:
             service = service or getattr(body, name)
-    service = service or "comfyui"
-    if body.requirements is None:
-        return Requirements(service=service, provider=body.provider)
-    given = _given(body.requirements)
-    if "hardware" in given:
-        given["hardware"] = HardwareNeed(**_given(given["hardware"]))
-    if "location" in given:
-        given["location"] = LocationNeed(**_given(given["location"]))
-    for name in ("workers", "exclude_workers"):
-        if name in given:
-            given[name] = tuple(WorkerId(worker) for worker in given[name])
-    return Requirements(service=service, provider=body.provider, **given)
-
-
-def _preferences(body: PreferencesBody | None) -> Preferences:
-    return Preferences() if body is None else Preferences(**_given(body))
-
-
-def _given(body: msgspec.Struct) -> dict[str, Any]:
-    """The fields that are not null."""
-    return {name: value for name in body.__struct_fields__ if (value := getattr(body, name)) is not None}
+    return converted(body.requirements, Requirements, service=service or "comfyui", provider=body.provider)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
-from datetime import UTC, date, datetime, timedelta
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date, timedelta
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from comfyfleet.model.bounds import Name, PageSize
 from comfyfleet.model.ledger import (
     MAX_CREDITS,
     Account,
@@ -27,7 +28,8 @@ from comfyfleet.model.ledger import (
     RunEntry,
     UsageLine,
 )
-from comfyfleet.wire.bodies import Name, Time
+from comfyfleet.wire.bodies import Time
+from comfyfleet.wire.views import timestamp, view_of
 
 GrantId = Annotated[str, Meta(pattern="^[!-~]{1,200}$")]
 Given = Annotated[int, Meta(ge=1, le=MAX_CREDITS)]
@@ -55,7 +57,7 @@ class AdjustBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class StatementQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     after: Annotated[int, Meta(ge=0, le=2**62)] = 0
     """Continue after the entry with this number."""
-    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    limit: PageSize = 100
     cursor: Annotated[int, Meta(ge=0, le=2**62)] | None = None
     """The same as `after`, named as in other lists."""
 
@@ -138,11 +140,11 @@ class ReceiptView(msgspec.Struct, frozen=True):
 
 
 def balance(account: Account) -> BalanceView:
-    return BalanceView(account.tenant, account.balance, account.held, account.available, account.pending)
+    return view_of(BalanceView, account)
 
 
 def grant(given: CreditGrant) -> GrantView:
-    return GrantView(given.grant_id, given.tenant, given.amount, given.at, given.state, given.note)
+    return view_of(GrantView, given, id=given.grant_id)
 
 
 def entries(before: Account, postings: Iterable[Posting]) -> Iterator[EntryView]:
@@ -150,17 +152,7 @@ def entries(before: Account, postings: Iterable[Posting]) -> Iterator[EntryView]
     balance, held = before.balance, before.held
     for each in postings:
         balance, held = balance + each.balance, held + each.held
-        yield EntryView(
-            each.number,
-            each.at,
-            each.kind,
-            each.balance,
-            each.held,
-            each.reference,
-            each.note,
-            balance,
-            held,
-        )
+        yield view_of(EntryView, each, balance_after=balance, held_after=held)
 
 
 def receipt(job_id: str, tenant: str, rounds: list[Receipt]) -> ReceiptView:
@@ -170,21 +162,13 @@ def receipt(job_id: str, tenant: str, rounds: list[Receipt]) -> ReceiptView:
 
 
 def _round(each: Receipt) -> RoundReceipt:
-    return RoundReceipt(
-        each.hold_id.round,
-        each.phase,
-        each.opened_at,
-        each.held,
-        each.price,
-        each.ended_at,
-        each.outcome,
-        each.consumed,
-        0 if each.outcome is None else each.held - each.consumed,
-        each.worker_id,
-        each.outputs,
-        each.gpu_milliseconds / 1000,
-        each.verified_by,
-        each.note,
+    return view_of(
+        RoundReceipt,
+        each,
+        round=each.hold_id.round,
+        status=each.phase,
+        returned=0 if each.outcome is None else each.held - each.consumed,
+        gpu_s=each.gpu_milliseconds / 1000,
     )
 
 
@@ -193,23 +177,39 @@ _KIND = "(tenant|workflow|worker|day)"
 Format = Literal["csv", "jsonl"]
 CONTENT_TYPES: dict[Format, str] = {"csv": "text/csv; charset=utf-8", "jsonl": "application/jsonl"}
 
-POSTING_COLUMNS = ("number", "at", "tenant", "kind", "balance", "held", "reference", "note")
-RUN_COLUMNS = (
-    "number",
-    "at",
-    "tenant",
-    "job_id",
-    "round",
-    "workflow_hash",
-    "service",
-    "status",
-    "worker_id",
-    "outputs",
-    "gpu_s",
-    "consumed",
-    "verified_by",
-    "cost",
-)
+
+class PostingLine(msgspec.Struct, frozen=True):
+    """A line of an export. The fields are its columns."""
+
+    number: int
+    at: str
+    tenant: str
+    kind: PostingKind
+    balance: int
+    """The change of the balance."""
+    held: int
+    """The change of the held credits."""
+    reference: str
+    note: str
+    balance_after: int
+    held_after: int
+
+
+class RunLine(msgspec.Struct, frozen=True):
+    number: int
+    at: str
+    tenant: str
+    job_id: str
+    round: int
+    workflow_hash: str
+    service: str
+    status: str
+    worker_id: str | None
+    outputs: int
+    gpu_s: float
+    consumed: int
+    verified_by: str
+    cost: float | None
 
 
 class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -253,53 +253,43 @@ class UsageList(msgspec.Struct, frozen=True):
 
 
 def usage_view(line: UsageLine, *, shows_cost: bool) -> UsageView:
-    return UsageView(
-        line.tenant,
-        line.workflow_hash,
-        line.worker_id,
-        None if line.day is None else date(1970, 1, 1) + timedelta(days=line.day),
-        line.rounds,
-        line.completed,
-        line.outputs,
-        line.gpu_milliseconds / 1000,
-        line.consumed,
-        _cost(line.cost_micros) if shows_cost else None,
+    return view_of(
+        UsageView,
+        line,
+        day=None if line.day is None else date(1970, 1, 1) + timedelta(days=line.day),
+        gpu_s=line.gpu_milliseconds / 1000,
+        credits=line.consumed,
+        cost=_cost(line.cost_micros) if shows_cost else None,
     )
 
 
-def posting_line(posting: Posting) -> dict[str, Any]:
-    return {
-        "number": posting.number,
-        "at": _time(posting.at),
-        "tenant": posting.tenant,
-        "kind": posting.kind.value,
-        "balance": posting.balance,
-        "held": posting.held,
-        "reference": posting.reference,
-        "note": posting.note,
-    }
+def posting_lines(before: Account, postings: Sequence[Posting]) -> list[PostingLine]:
+    return [
+        view_of(
+            PostingLine,
+            posting,
+            at=timestamp(posting.at),
+            balance_after=entry.balance_after,
+            held_after=entry.held_after,
+        )
+        for posting, entry in zip(postings, entries(before, postings), strict=True)
+    ]
 
 
-def run_line(run: RunEntry, *, shows_cost: bool) -> dict[str, Any]:
-    return {
-        "number": run.number,
-        "at": _time(run.at),
-        "tenant": run.tenant,
-        "job_id": run.hold_id.job_id,
-        "round": run.hold_id.round,
-        "workflow_hash": run.workflow_hash,
-        "service": run.service,
-        "status": run.phase,
-        "worker_id": run.worker_id,
-        "outputs": run.outputs,
-        "gpu_s": run.gpu_milliseconds / 1000,
-        "consumed": run.consumed,
-        "verified_by": run.verified_by,
-        "cost": _cost(run.cost_micros) if shows_cost else None,
-    }
+def run_line(run: RunEntry, *, shows_cost: bool) -> RunLine:
+    return view_of(
+        RunLine,
+        run,
+        at=timestamp(run.at),
+        job_id=run.hold_id.job_id,
+        round=run.hold_id.round,
+        status=run.phase,
+        gpu_s=run.gpu_milliseconds / 1000,
+        cost=_cost(run.cost_micros) if shows_cost else None,
+    )
 
 
-def written(lines: Iterable[dict[str, Any]], format_: Format) -> bytes:
+def written(lines: Iterable[PostingLine | RunLine], format_: Format) -> bytes:
     if format_ == "jsonl":
         return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     text = io.StringIO()
@@ -307,9 +297,9 @@ def written(lines: Iterable[dict[str, Any]], format_: Format) -> bytes:
     return text.getvalue().encode()
 
 
-def _cells(line: dict[str, Any]) -> list[Any]:
+def _cells(line: PostingLine | RunLine) -> list[Any]:
     """Without line breaks: each line of the file is one entry."""
-    return [_cell(each) if isinstance(each, str) else each for each in line.values()]
+    return [_cell(each) if isinstance(each, str) else each for each in msgspec.structs.astuple(line)]
 
 
 def _cell(text: str) -> str:
@@ -318,13 +308,9 @@ def _cell(text: str) -> str:
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
-def heading(columns: tuple[str, ...], format_: Format) -> bytes:
-    return ",".join(columns).encode() + b"\r\n" if format_ == "csv" else b""
+def heading(kind: type[PostingLine | RunLine], format_: Format) -> bytes:
+    return ",".join(kind.__struct_fields__).encode() + b"\r\n" if format_ == "csv" else b""
 
 
 def _cost(micros: int | None) -> float | None:
     return None if micros is None else micros / 1_000_000
-
-
-def _time(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

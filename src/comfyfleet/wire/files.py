@@ -16,11 +16,12 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from comfyfleet.model.bounds import Name, PageSize
+from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileGrant, FileKind, FileRecord, PartPlan
-from comfyfleet.wire.bodies import Name
 from comfyfleet.wire.problems import refusal_in
-from comfyfleet.wire.worker import LeaseBody
+from comfyfleet.wire.views import view_of
 
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, Meta(ge=0, le=2**50)]
@@ -54,7 +55,7 @@ class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class GrantsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outputs of a run, announced by the holder of its lease."""
 
-    lease: LeaseBody
+    lease: LeaseRef
     files: Annotated[tuple[OutputBody, ...], Meta(min_length=1, max_length=1_000)]
 
 
@@ -70,7 +71,7 @@ class PartsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerPartsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    lease: LeaseBody
+    lease: LeaseRef
     file_id: Name
     parts: Annotated[tuple[PartBody, ...], Meta(min_length=1, max_length=100)]
 
@@ -92,7 +93,7 @@ class FilesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Only outputs of this job."""
     tenant: Name | None = None
     cursor: Name | None = None
-    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    limit: PageSize = 100
 
 
 class ThumbnailQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -145,26 +146,20 @@ def output_body(filename: str, size: int, sha256: str) -> OutputBody:
 
 
 def view(record: FileRecord, link: FileGrant | None = None, parts: PartPlan | None = None) -> FileView:
-    return FileView(
-        record.file_id,
-        record.name,
-        record.content_type,
-        record.kind,
-        record.created_at,
-        record.size,
-        record.sha256,
-        record.job_id,
-        record.attempt_id,
-        record.derived_from[0] if record.kind == "input" and record.derived_from else None,
-        record.derived_from,
-        record.is_complete,
-        link,
-        parts,
+    source = record.derived_from[0] if record.kind == "input" and record.derived_from else None
+    return view_of(
+        FileView,
+        record,
+        id=record.file_id,
+        type=record.content_type,
+        source=source,
+        link=link,
+        parts=parts,
     )
 
 
 def details(seen: FileView, derived: Sequence[FileRecord]) -> FileDetails:
-    return FileDetails(**msgspec.structs.asdict(seen), derived=tuple(each.file_id for each in derived))
+    return view_of(FileDetails, seen, derived=tuple(each.file_id for each in derived))
 
 
 _PIECE = 1 << 20
@@ -206,20 +201,20 @@ _LATER = frozenset({"RequestTimeout", "SlowDown", "InternalError", "ServiceUnava
 
 def resolved(hub: str, link: str) -> str:
     """The full URL of a link that this hub returned."""
-    return link if is_elsewhere(link) else hub + link
+    return link if is_absolute_url(link) else hub + link
 
 
-def is_elsewhere(link: str) -> bool:
+def is_absolute_url(link: str) -> bool:
     return link.startswith(("http://", "https://"))
 
 
-def place(url: str) -> str:
+def url_origin(url: str) -> str:
     """The URL without path and signature, for messages."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
 
 
-def told(error: Exception) -> str:
+def transfer_error(error: Exception) -> str:
     """The cause of a failed transfer, without the URL that some errors repeat."""
     cause = getattr(error, "os_error", error)
     if isinstance(cause, TimeoutError):
@@ -228,7 +223,7 @@ def told(error: Exception) -> str:
 
 
 def refusal_by_link(link: str, status: int, body: bytes) -> Refusal | Fault:
-    return storage_refusal(status, body) if is_elsewhere(link) else refusal_in(status, body)
+    return storage_refusal(status, body) if is_absolute_url(link) else refusal_in(status, body)
 
 
 def storage_refusal(status: int, body: bytes) -> Refusal | Fault:

@@ -14,12 +14,14 @@ import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.access import ApiKey, AuditEntry, Enrolment, Role
-from comfyfleet.wire.bodies import Name, Seconds, Time
+from comfyfleet.model.bounds import Name, PageSize, Seconds, Text
+from comfyfleet.wire.bodies import Time
+from comfyfleet.wire.views import view_of
 
 
 class KeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     role: Role
-    name: Annotated[str, Meta(max_length=256)] = ""
+    name: Text = ""
     tenant: Name | None = None
     worker_id: Name | None = None
     expires_in_s: Seconds | None = None
@@ -33,7 +35,7 @@ class RotateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class EnrolmentBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
     expires_in_s: Annotated[float, Meta(gt=0, le=1e8)] = 3600.0
-    worker_prefix: Annotated[str, Meta(max_length=256)] = ""
+    worker_prefix: Text = ""
     replace: bool = False
     """A worker that already has a key gets a new one, which revokes the old. Otherwise it is refused."""
 
@@ -89,7 +91,7 @@ class AuditQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """`operations`: changes of keys, queue and workers. `jobs`: changes of jobs."""
     since: Time | None = None
     cursor: Name | None = None
-    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    limit: PageSize = 100
 
 
 class AuditView(AuditEntry, frozen=True):
@@ -116,42 +118,20 @@ class AuditPage(msgspec.Struct, frozen=True):
 
 
 def entry_view(entry: AuditEntry, entry_id: str, number: int, previous: str, hash_: str) -> AuditView:
-    return AuditView(
-        **msgspec.structs.asdict(entry), id=entry_id, number=number, previous=previous, hash=hash_
-    )
+    return view_of(AuditView, entry, id=entry_id, number=number, previous=previous, hash=hash_)
 
 
 def enrolment_view(token: Enrolment, now: float) -> EnrolmentView:
-    return EnrolmentView(
-        token.token_id,
-        token.created_at,
-        token.expires_at,
-        token.uses_left,
-        token.uses_left > 0 and now < token.expires_at,
-        token.worker_prefix,
-        token.replaces,
-    )
+    is_good = token.uses_left > 0 and now < token.expires_at
+    return view_of(EnrolmentView, token, id=token.token_id, is_good=is_good, replace=token.replaces)
 
 
 def view(key: ApiKey) -> KeyView:
-    return KeyView(**_fields(key))
+    return view_of(KeyView, key, id=key.key_id)
 
 
 def made(key: ApiKey, secret: str) -> CreatedKey:
-    return CreatedKey(**_fields(key), key=secret)
-
-
-def _fields(key: ApiKey) -> dict[str, Any]:
-    return {
-        "id": key.key_id,
-        "role": key.role,
-        "created_at": key.created_at,
-        "name": key.name,
-        "tenant": key.tenant,
-        "worker_id": key.worker_id,
-        "expires_at": key.expires_at,
-        "revoked_at": key.revoked_at,
-    }
+    return view_of(CreatedKey, key, id=key.key_id, key=secret)
 
 
 BEGINNING = "0" * 64

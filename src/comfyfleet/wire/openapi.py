@@ -1,9 +1,9 @@
-"""The OpenAPI 3.1 document and the tables of docs/protocol.md, both generated from the table of routes."""
+"""The OpenAPI 3.1 document, generated from the table of routes."""
 
 from __future__ import annotations
 
-import re
 import typing
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -12,9 +12,11 @@ from comfyfleet.wire.descriptions import description_of
 from comfyfleet.wire.examples import example_of, hints_of, value_of
 from comfyfleet.wire.files import FORM_FILE
 from comfyfleet.wire.problems import CONTENT_TYPE, INCIDENT, KINDS, Problem
-from comfyfleet.wire.route import SMALL_BYTES, Route
+from comfyfleet.wire.route import Route
 
 _REF = "#/components/schemas/{name}"
+_KNOWN_NAMES = {"LeaseRef": "LeaseBody", "ProgressReport": "ReportBody", "Release": "ReleaseBody"}
+"""Schemas of model structs that keep the name which generated clients know."""
 
 _SSE = {
     "schema": {
@@ -56,7 +58,9 @@ _STATUS_TEXT = {
 }
 
 
+@cache
 def document(routes: tuple[Route, ...], version: str) -> dict[str, Any]:
+    """Cached: it takes longer than the rest of a hub's start. Do not change what it returns."""
     types = _types(routes)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     _describe(components, types)
@@ -67,7 +71,7 @@ def document(routes: tuple[Route, ...], version: str) -> dict[str, Any]:
     for query in {route.query for route in routes if route.query is not None}:
         # The document lists query fields as parameters of each operation.
         del components[query.__name__]
-    return {
+    found = {
         "openapi": "3.1.0",
         "info": {
             "title": "ComfyFleet hub",
@@ -76,7 +80,7 @@ def document(routes: tuple[Route, ...], version: str) -> dict[str, Any]:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
-        "tags": [{"name": noun} for noun in dict.fromkeys(route.noun for route in routes)],
+        "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes)],
         "paths": paths,
         "components": {
             "schemas": components,
@@ -85,6 +89,10 @@ def document(routes: tuple[Route, ...], version: str) -> dict[str, Any]:
             },
         },
     }
+    text = msgspec.json.encode(found).decode()
+    for name, known in _KNOWN_NAMES.items():
+        text = text.replace(f'/{name}"', f'/{known}"').replace(f'"{name}"', f'"{known}"')
+    return msgspec.json.decode(text, type=dict[str, Any])
 
 
 def _types(routes: tuple[Route, ...]) -> list[Any]:
@@ -108,7 +116,8 @@ def _describe(components: dict[str, Any], types: list[Any]) -> None:
             left += hints_of(kind).values()
             # Structs that are encoded as arrays have no properties.
             for field, schema in components[kind.__name__].get("properties", {}).items():
-                schema.setdefault("description", description_of(kind, field))
+                if schema.setdefault("description", description_of(kind, field)).startswith("Deprecated"):
+                    schema["deprecated"] = True
                 for each in (schema, *schema.get("anyOf", ())):
                     # Sets: the decoder merges duplicates and does not refuse them.
                     each.pop("uniqueItems", None)
@@ -119,7 +128,7 @@ def _operation(route: Route, by_type: dict[int, Any], components: dict[str, Any]
         "operationId": route.name,
         "summary": route.summary,
         "description": _description(route),
-        "tags": [route.noun],
+        "tags": [route.tag],
         "parameters": [*_in_path(route), *_in_query(route, components), *_in_headers(route)],
         "responses": _responses(route, by_type),
         "security": [{"key": []}] if route.roles else [],
@@ -133,7 +142,7 @@ def _operation(route: Route, by_type: dict[int, Any], components: dict[str, Any]
             "content": {
                 "application/json": {"schema": by_type[id(route.body)], "example": example_of(route.body)}
             },
-            "description": f"At most {said_bytes(route.max_bytes)}, compressed or not",
+            "description": f"At most {format_bytes(route.max_bytes)}, compressed or not",
             "x-max-bytes": route.max_bytes,
         }
     if route.takes_form and route.body is not None:
@@ -262,48 +271,5 @@ def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
-def page(routes: tuple[Route, ...]) -> str:
-    """The routes as Markdown, for docs/protocol.md."""
-    lines = []
-    for noun in dict.fromkeys(route.noun for route in routes):
-        lines += [
-            f"### {noun[:1].upper()}{noun[1:]}",
-            "",
-            "| call | what it does | roles | problems |",
-            "|---|---|---|---|",
-        ]
-        for route in routes:
-            if route.noun == noun:
-                lines.append(_row(route))
-        lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _row(route: Route) -> str:
-    calls = "<br>".join(f"`{route.method} {re.sub(' ', '', path)}`" for path in route.paths)
-    who = ", ".join(sorted(role.value for role in route.roles)) or "no key"
-    codes = ", ".join(f"`{code.value}`" for code in route.refuses) or "–"
-    return f"| {calls} | {route.summary} | {who} | {codes} |"
-
-
-def body_table(routes: tuple[Route, ...]) -> str:
-    """The size limits of bodies as Markdown, for docs/protocol.md."""
-    lines = ["| at most | the body of |", "|---|---|"]
-    for most in sorted({route.max_bytes for route in routes if route.body is not None}):
-        named = ", ".join(
-            f"`{route.method} {route.path}`" for route in routes if route.body and route.max_bytes == most
-        )
-        lines.append(f"| {said_bytes(most)} | {'every other route' if most == SMALL_BYTES else named} |")
-    return "\n".join(lines)
-
-
-def said_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     return f"{size // 1024} KiB" if size < 1024 * 1024 else f"{size // (1024 * 1024)} MiB"
-
-
-def problem_table() -> str:
-    """All problem codes as Markdown, for docs/protocol.md."""
-    lines = ["| code | status | |", "|---|---|---|"]
-    lines += [f"| `{code.value}` | {kind.status} | {kind.title} |" for code, kind in KINDS.items()]
-    lines.append(f"| `{INCIDENT}` | 500 | A defect of the hub; search its log for `incident` |")
-    return "\n".join(lines)

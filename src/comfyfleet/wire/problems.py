@@ -74,7 +74,7 @@ class ProblemAnswer(NamedTuple):
         return found
 
 
-def answer_to(error: BaseException, request_id: str = "", incident: str = "") -> ProblemAnswer:
+def problem_response(error: BaseException, request_id: str = "", incident: str = "") -> ProblemAnswer:
     """`incident` is the id under which the log has an unexpected error."""
     if isinstance(error, Refusal):
         return refused(error, request_id)

@@ -6,20 +6,18 @@ The model has the events themselves (`Fact`, `ProgressEvent`, `FleetEvent`); the
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
+from comfyfleet.model.bounds import Name, Number
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.fact import Fact, FactKind, FleetEvent, ProgressEvent
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult
-from comfyfleet.wire.bodies import Name
 from comfyfleet.wire.status_names import status_name
 
 _LONGEST_S = 1e9
-EventNumber = Annotated[int, Meta(ge=0, le=2**53)]
 
 _PHASES = {
     FactKind.QUEUED: Phase.QUEUED,
@@ -39,14 +37,13 @@ _PHASES = {
 
 
 class StreamQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    last_event_id: EventNumber = 0
+    last_event_id: Number = 0
 
 
 class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     job: Name | None = None
     """Only events of this job."""
     worker: Name | None = None
-    """Only events of this worker."""
     tenant: Name | None = None
     """Only events of this tenant's jobs."""
     kind: Name | None = None
@@ -172,7 +169,7 @@ def fleet_body(
     )
 
 
-def told(data: dict[str, Any]) -> dict[str, Any]:
+def known_fields(data: dict[str, Any]) -> dict[str, Any]:
     """The known fields of a progress report. Other programs send other fields, which are left out."""
     value, most = _number(data.get("value")), _number(data.get("max"))
     percentage = _number(data.get("percentage", data.get("progress")))

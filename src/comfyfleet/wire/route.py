@@ -11,15 +11,15 @@ from comfyfleet.model.errors import RefusalCode
 
 ADMIN = frozenset({Role.ADMIN})
 OPERATORS = frozenset({Role.ADMIN, Role.OPERATOR})
-LOOKERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.VIEWER})
+FLEET_VIEWERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.VIEWER})
 CALLERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT})
-READERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT, Role.VIEWER})
+JOB_READERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT, Role.VIEWER})
 WORKERS = frozenset({Role.ADMIN, Role.WORKER})
 ANYBODY: frozenset[Role] = frozenset()
 """No key is needed."""
 
 
-WORKER_NOUN = "worker protocol"
+WORKER_TAG = "worker protocol"
 
 _KIB, _MIB = 1024, 1024 * 1024
 TINY_BYTES = 4 * _KIB
@@ -27,13 +27,13 @@ TINY_BYTES = 4 * _KIB
 SMALL_BYTES = 64 * _KIB
 LISTED_BYTES = _MIB
 """For lists of a thousand names."""
-TOLD_BYTES = 8 * _MIB
+INVENTORY_BYTES = 8 * _MIB
 """For inventories of servers and previews."""
 LARGE_BYTES = 32 * _MIB
 """For workflows and results: graphs are usually below 5 MiB, but some embed pictures."""
 
 
-class Route(msgspec.Struct, frozen=True):
+class Route(msgspec.Struct, frozen=True, eq=False):
     name: str
     method: str
     path: str
@@ -60,7 +60,7 @@ class Route(msgspec.Struct, frozen=True):
     """The body may be a form with a file, which the handler reads in pieces."""
     takes_bytes: bool = False
     """The body is a file, which the handler reads in pieces."""
-    parks: bool = False
+    is_long_poll: bool = False
     """The answer can take a while, so the hub watches for a caller that disconnects."""
     takes_token: bool = False
     """The query may contain the key: browsers cannot send headers with a stream or a WebSocket."""
@@ -68,7 +68,8 @@ class Route(msgspec.Struct, frozen=True):
     """The answer may be a stream of Server-Sent Events."""
     is_page: bool = False
     """The answer is HTML; browsers get problems as HTML too."""
-    noun: str = ""
+    tag: str = ""
+    """The tag in the OpenAPI document, and the heading in docs/protocol.md."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -85,13 +86,13 @@ class Route(msgspec.Struct, frozen=True):
         if (
             self.method == "GET"
             or self.only_reads
-            or (self.noun == WORKER_NOUN and self.name != "worker_enrol")
+            or (self.tag == WORKER_TAG and self.name != "worker_enrol")
         ):
             return None
-        if self.noun == "files":
+        if self.tag == "files":
             # Uploads by link belong to a file whose creation is already in the log.
             return "jobs" if self.roles else None
-        return "jobs" if self.noun == "jobs" else "operations"
+        return "jobs" if self.tag == "jobs" else "operations"
 
     @property
     def decodes(self) -> type[msgspec.Struct] | None:
@@ -120,5 +121,5 @@ def post_route(name: str, path: str, summary: str, roles: frozenset[Role], answe
     return Route(name, "POST", path, summary, roles, answers={200: answer}, **more)
 
 
-def of_noun(noun: str, *routes: Route) -> tuple[Route, ...]:
-    return tuple(msgspec.structs.replace(route, noun=noun) for route in routes)
+def tagged(tag: str, *routes: Route) -> tuple[Route, ...]:
+    return tuple(msgspec.structs.replace(route, tag=tag) for route in routes)

@@ -1,31 +1,31 @@
-"""The table of all routes: roles, body, answers and problems of each.
+"""The table of routes for jobs, the queue, the fleet and workers: roles, body, answers and problems of each.
 
-The OpenAPI document, docs/protocol.md and the tests of roles are generated from it. The hub binds a handler to each
-name.
+`admin_routes.py` has the other half, and `ROUTES` joins both. The OpenAPI document, docs/protocol.md and the tests of
+roles are generated from `ROUTES`. The hub binds a handler to each name.
 """
 
 from __future__ import annotations
 
-from comfyfleet.model.calls import Explanation
+from comfyfleet.model.calls import Explanation, Release
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.wire import answers, bodies, keys, progress, worker
 from comfyfleet.wire.admin_routes import CREDITS, FILES, HUB, KEYS, TENANTS, WEBHOOKS
 from comfyfleet.wire.route import (
     ANYBODY,
     CALLERS,
+    FLEET_VIEWERS,
+    INVENTORY_BYTES,
+    JOB_READERS,
     LARGE_BYTES,
     LISTED_BYTES,
-    LOOKERS,
     OPERATORS,
-    READERS,
     TINY_BYTES,
-    TOLD_BYTES,
-    WORKER_NOUN,
+    WORKER_TAG,
     WORKERS,
     Route,
     get_route,
-    of_noun,
     post_route,
+    tagged,
 )
 from comfyfleet.wire.tenants import RECONCILING
 
@@ -43,7 +43,7 @@ _SUBMIT = (
 _RETRY = (*_PHASE, RefusalCode.CREDITS_SHORT, RefusalCode.QUEUE_FULL, RefusalCode.TOO_LARGE)
 
 
-JOBS = of_noun(
+JOBS = tagged(
     "jobs",
     Route(
         "submit",
@@ -86,7 +86,7 @@ JOBS = of_noun(
         "list_jobs",
         "/api/jobs",
         "List jobs, newest first; with `order=oldest` oldest first",
-        READERS,
+        JOB_READERS,
         answers.JobList,
         aliases=("/jobs", "/api/ai-jobs"),
         query=bodies.ListQuery,
@@ -95,7 +95,7 @@ JOBS = of_noun(
         "get_job",
         "/api/jobs/{job_id}",
         "Get the state of a job and its attempts",
-        READERS,
+        JOB_READERS,
         answers.JobDetails,
         aliases=("/jobs/{job_id}", "/api/ai-jobs/{job_id}"),
     ),
@@ -111,7 +111,7 @@ JOBS = of_noun(
         "GET",
         "/api/jobs/{job_id}/result",
         "Get the result of a job; 202 while it has not ended",
-        READERS,
+        JOB_READERS,
         aliases=("/jobs/{job_id}/result",),
         answers={200: answers.ResultBody, 202: answers.ResultBody},
     ),
@@ -120,7 +120,7 @@ JOBS = of_noun(
         "GET",
         "/api/jobs/{job_id}/progress",
         "Watch a job until it ends: Server-Sent Events, or JSON if requested; 204 when no event follows",
-        READERS,
+        JOB_READERS,
         aliases=("/api/ai-jobs/{job_id}/progress",),
         query=progress.StreamQuery,
         answers={200: progress.ProgressBody, 204: None},
@@ -133,7 +133,7 @@ JOBS = of_noun(
         "GET",
         "/jobs/{job_id}/progress",
         "Get the progress of a job: JSON, or Server-Sent Events if requested",
-        READERS,
+        JOB_READERS,
         query=progress.StreamQuery,
         answers={200: progress.ProgressBody, 204: None},
         headers=("Last-Event-ID",),
@@ -144,7 +144,7 @@ JOBS = of_noun(
         "explain_job",
         "/api/jobs/{job_id}/explain",
         "Explain why a job is not running",
-        READERS,
+        JOB_READERS,
         Explanation,
         aliases=("/jobs/{job_id}/explain",),
     ),
@@ -200,7 +200,7 @@ JOBS = of_noun(
         "delete_job",
         "DELETE",
         "/api/jobs/{job_id}",
-        "Delete a job with its payload and result. A job that has not ended is cancelled first",
+        "Delete a job that has ended, with its payload and result. Cancel an open job first",
         CALLERS,
         aliases=("/jobs/{job_id}",),
         answers={204: None},
@@ -208,9 +208,9 @@ JOBS = of_noun(
     ),
 )
 
-QUEUE = of_noun(
+QUEUE = tagged(
     "queue",
-    get_route("stats", "/api/stats", "Count waiting, running and ended jobs", READERS, answers.StatsBody),
+    get_route("stats", "/api/stats", "Count waiting, running and ended jobs", JOB_READERS, answers.StatsBody),
     post_route(
         "pause_queue",
         "/api/queue/pause",
@@ -223,7 +223,7 @@ QUEUE = of_noun(
         "list_dead",
         "/api/dead-letter",
         "List jobs that failed and are not retried",
-        LOOKERS,
+        FLEET_VIEWERS,
         answers.JobList,
         query=bodies.PageQuery,
     ),
@@ -246,14 +246,14 @@ QUEUE = of_noun(
     ),
 )
 
-FLEET = of_noun(
+FLEET = tagged(
     "workers",
     Route(
         "events",
         "GET",
         "/api/events",
         "Watch the fleet with Server-Sent Events (best effort); the event `resync` says that events were left out",
-        READERS,
+        JOB_READERS,
         query=progress.EventsQuery,
         answers={200: None},
         takes_token=True,
@@ -263,7 +263,7 @@ FLEET = of_noun(
         "list_workers",
         "/api/workers",
         "List workers, all or those of one `status`; `active` means all that are not offline",
-        LOOKERS,
+        FLEET_VIEWERS,
         answers.WorkerList,
         aliases=("/workers",),
         query=bodies.WorkersQuery,
@@ -272,7 +272,7 @@ FLEET = of_noun(
         "get_worker",
         "/api/workers/{worker_id}",
         "Get a worker and its capabilities",
-        LOOKERS,
+        FLEET_VIEWERS,
         answers.WorkerDetails,
         aliases=("/workers/{worker_id}",),
     ),
@@ -331,9 +331,9 @@ FLEET = of_noun(
         "list_blocks",
         "/api/blocks",
         "List blocks: which worker does not get which workflow or job",
-        LOOKERS,
+        FLEET_VIEWERS,
         answers.BlockList,
-        query=bodies.WholeQuery,
+        query=bodies.OptionalPageQuery,
     ),
     Route(
         "lift_block",
@@ -345,8 +345,8 @@ FLEET = of_noun(
     ),
 )
 
-WORKER = of_noun(
-    WORKER_NOUN,
+WORKER = tagged(
+    WORKER_TAG,
     Route(
         "worker_enrol",
         "POST",
@@ -365,7 +365,7 @@ WORKER = of_noun(
         WORKERS,
         worker.RegisteredBody,
         body=worker.RegisterBody,
-        max_bytes=TOLD_BYTES,
+        max_bytes=INVENTORY_BYTES,
     ),
     Route(
         "worker_describe",
@@ -385,10 +385,10 @@ WORKER = of_noun(
         "Poll for a job. The hub waits up to `wait_s` for one. The same poll id gets the same lease",
         WORKERS,
         body=worker.PollBody,
-        max_bytes=TOLD_BYTES,
+        max_bytes=INVENTORY_BYTES,
         answers={200: worker.LeaseAnswer, 204: None},
         refuses=_UNKNOWN,
-        parks=True,
+        is_long_poll=True,
     ),
     post_route(
         "worker_heartbeat",
@@ -397,7 +397,7 @@ WORKER = of_noun(
         WORKERS,
         worker.HeartbeatAnswer,
         body=worker.HeartbeatBody,
-        max_bytes=TOLD_BYTES,
+        max_bytes=INVENTORY_BYTES,
         refuses=_UNKNOWN,
     ),
     post_route(
@@ -407,7 +407,7 @@ WORKER = of_noun(
         WORKERS,
         worker.HeartbeatAnswer,
         body=worker.ProgressBatch,
-        max_bytes=TOLD_BYTES,
+        max_bytes=INVENTORY_BYTES,
     ),
     post_route(
         "worker_complete",
@@ -435,7 +435,7 @@ WORKER = of_noun(
         "Give a lease back",
         WORKERS,
         worker.ReportAnswer,
-        body=worker.ReleaseBody,
+        body=Release,
         refuses=_LEASE,
     ),
     post_route(
@@ -445,7 +445,7 @@ WORKER = of_noun(
         WORKERS,
         worker.CommandsAnswer,
         body=worker.CommandsBody,
-        parks=True,
+        is_long_poll=True,
     ),
     Route(
         "worker_unregister",

@@ -30,17 +30,15 @@ STATUSES: dict[StatusDialect, dict[Phase, str]] = {
     StatusDialect.BROKER: {**_SAME, Phase.QUEUED: "pending", Phase.LEASED: "active"},
 }
 
-_PHASES: dict[str, Phase] = {
-    status_named: phase
-    for status_spellings in STATUSES.values()
-    for phase, status_named in status_spellings.items()
-} | {"canceled": Phase.CANCELLED}
+_PHASES: dict[str, Phase] = {word: phase for words in STATUSES.values() for phase, word in words.items()} | {
+    "canceled": Phase.CANCELLED
+}
 
 KNOWN_STATUSES = tuple(sorted(_PHASES))
 
 
-def status_name(phase: Phase, face: StatusDialect = StatusDialect.REST) -> str:
-    return STATUSES[face][phase]
+def status_name(phase: Phase, dialect: StatusDialect = StatusDialect.REST) -> str:
+    return STATUSES[dialect][phase]
 
 
 def parse_status(status: str) -> Phase:

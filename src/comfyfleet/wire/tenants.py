@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from comfyfleet.model.bounds import Name, Names, Priority, Text
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ledger import HoldId, Price
 from comfyfleet.model.requirement import Isolation, LocationNeed
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState, Wait, Weight
-from comfyfleet.wire.bodies import LocationBody, Name, Names, Priority
-from comfyfleet.wire.route import ADMIN, OPERATORS, get_route, of_noun, post_route
+from comfyfleet.wire.bodies import LocationBody, converted
+from comfyfleet.wire.route import ADMIN, OPERATORS, get_route, post_route, tagged
+from comfyfleet.wire.views import view_of
 
 TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")]
-Text = Annotated[str, Meta(max_length=256)]
 
 
 class TenantBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     id: TenantName
-    pool: Name = "default"
-    """The tenant database for its jobs, files and credits: a name from the hub's settings."""
+    database: Name | UnsetType = UNSET
+    """The tenant database for its jobs, files and credits: a name from the hub's settings. Default: `default`."""
+    pool: Name | UnsetType = UNSET
     name: Text = ""
     price: Price | None = None
     """How jobs are priced. Default: they cost nothing."""
@@ -59,7 +61,9 @@ class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class MoveBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pool: Name
+    database: Name | UnsetType = UNSET
+    """The tenant database to move to: a name from the hub's settings. Required."""
+    pool: Name | UnsetType = UNSET
 
 
 class DeleteQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +72,7 @@ class DeleteQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TenantView(msgspec.Struct, frozen=True):
     id: str
+    database: str
     pool: str
     state: TenantState
     created_at: float
@@ -95,9 +100,19 @@ class TenantList(msgspec.Struct, frozen=True):
 
 
 def view(tenant: Tenant, waits_for: str | None = None) -> TenantView:
-    own = ("id", "waits_for")
-    fields = {name: getattr(tenant, name) for name in TenantView.__struct_fields__ if name not in own}
-    return TenantView(id=tenant.tenant_id, **fields, waits_for=waits_for)
+    return view_of(TenantView, tenant, id=tenant.tenant_id, pool=tenant.database, waits_for=waits_for)
+
+
+def database_in(body: TenantBody | MoveBody, default: str | None = None) -> str:
+    """The tenant database that the body names, as `database` or as `pool`, the old name."""
+    names = {each for each in (body.database, body.pool) if each is not UNSET}
+    if len(names) > 1:
+        why = "`database` and `pool` are the same, but name different databases; `pool` is the old name: leave it out"
+        raise Refusal(RefusalCode.INVALID_REQUEST, why)
+    name = names.pop() if names else default
+    if name is None:
+        raise Refusal(RefusalCode.INVALID_REQUEST, "`database` is missing: the name of a tenant database")
+    return name
 
 
 def asked_for(body: TenantBody | TenantChange) -> dict[str, Any]:
@@ -106,7 +121,7 @@ def asked_for(body: TenantBody | TenantChange) -> dict[str, Any]:
         name: value for name in TenantChange.__struct_fields__ if (value := getattr(body, name)) is not UNSET
     }
     if "location" in found:
-        found["location"] = LocationNeed(found["location"].region, found["location"].compliance)
+        found["location"] = converted(found["location"], LocationNeed)
     return found
 
 
@@ -133,11 +148,7 @@ def finding_view(
     return FindingView(kind, tenant, message, mends_itself, job_id, number)
 
 
-def finding_list(found: Iterable[FindingView], *, is_mended: bool) -> FindingList:
-    return FindingList(tuple(found), is_mended)
-
-
-RECONCILING = of_noun(
+RECONCILING = tagged(
     "tenants",
     get_route(
         "look_for_differences",

@@ -10,20 +10,19 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Iterable
-from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
+from comfyfleet.model.bounds import Name, PageSize, Seconds, Text, Url
 from comfyfleet.model.fact import Fact, FactKind
-from comfyfleet.model.failure import Failure
-from comfyfleet.model.ids import JobId
-from comfyfleet.model.job import Job, JobResult
+from comfyfleet.model.job import Job
 from comfyfleet.model.webhook import Delivery, DeliveryStatus, WebhookSubscription
-from comfyfleet.wire.bodies import Events, Name, Seconds, Url
-from comfyfleet.wire.progress import fact_body
+from comfyfleet.wire.bodies import Events
+from comfyfleet.wire.progress import FactBody, fact_body
+from comfyfleet.wire.views import timestamp, view_of
 
 MAX_EVENT_BYTES = 256 * 1024
 """A result that would make the event larger is left out."""
@@ -32,7 +31,7 @@ MAX_EVENT_BYTES = 256 * 1024
 class SubscriptionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     url: Url
     events: Events | None = None
-    name: Annotated[str, Meta(max_length=256)] = ""
+    name: Text = ""
     every_tenant: bool = False
     """Receive events of all tenants, signed with the hub's secret. Only for operators."""
 
@@ -43,7 +42,7 @@ class WebhookChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     url: Url | UnsetType = UNSET
     events: Events | UnsetType | None = UNSET
     """Events that are delivered; null: the ones that end a job."""
-    name: Annotated[str, Meta(max_length=256)] | UnsetType = UNSET
+    name: Text | UnsetType = UNSET
 
 
 class SecretBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -57,7 +56,7 @@ class DeliveriesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     status: Literal["any", "pending", "delivered", "given_up"] = "any"
     """Only deliveries with this status."""
     cursor: Name | None = None
-    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    limit: PageSize = 100
 
 
 class WebhookView(msgspec.Struct, frozen=True):
@@ -123,23 +122,14 @@ class DeliveryList(msgspec.Struct, frozen=True):
     cursor: str | None = None
 
 
-class EventData(msgspec.Struct, frozen=True, omit_defaults=True):
+class EventData(FactBody, frozen=True, kw_only=True):
     """The fact and the job's identity. A fact that ends the job has its result or error."""
 
-    id: str
-    number: int
-    kind: str
-    at: float
-    round: int
     tenant: str
     workflow_hash: str
     submitted_at: float
-    status: str | None = None
     reference: str | None = None
     metadata: dict[str, Any] | None = None
-    data: dict[str, Any] | None = None
-    result: JobResult | None = None
-    error: Failure | None = None
     is_cut: bool = False
     """Whether the result was too large to send; `GET /api/jobs/{id}/result` returns it."""
 
@@ -152,11 +142,7 @@ class EventBody(msgspec.Struct, frozen=True):
 
 def test_event(webhook_id: str, at: float) -> bytes:
     data = {"webhook_id": webhook_id, "message": "This is a test delivery. No action is needed."}
-    return msgspec.json.encode({"type": "webhook.test", "timestamp": _timestamp(at), "data": data})
-
-
-def _timestamp(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return msgspec.json.encode({"type": "webhook.test", "timestamp": timestamp(at), "data": data})
 
 
 def event_name(kind: FactKind) -> str:
@@ -165,59 +151,37 @@ def event_name(kind: FactKind) -> str:
 
 def event(fact: Fact, job: Job) -> bytes:
     """The body of a delivery. It never contains the result of a later round of the job."""
-    told = fact_body(fact)
     is_last_word = fact.kind.is_final and job.round == fact.round
+    body = fact_body(fact, job.result, job.failure) if is_last_word else fact_body(fact)
     data = EventData(
-        fact.job_id,
-        fact.number,
-        fact.kind.value,
-        fact.at,
-        fact.round,
-        job.tenant,
-        job.workflow_hash,
-        job.submitted_at,
-        told.status,
-        job.reference,
-        job.payload.metadata,
-        fact.data,
-        job.result if is_last_word else None,
-        job.failure if is_last_word else None,
+        **msgspec.structs.asdict(body),
+        tenant=job.tenant,
+        workflow_hash=job.workflow_hash,
+        submitted_at=job.submitted_at,
+        reference=job.reference,
+        metadata=job.payload.metadata,
     )
-    body = EventBody(event_name(fact.kind), _timestamp(fact.at), data)
-    content = msgspec.json.encode(body)
+    event = EventBody(event_name(fact.kind), timestamp(fact.at), data)
+    content = msgspec.json.encode(event)
     if len(content) > MAX_EVENT_BYTES and data.result is not None:
         cut = msgspec.structs.replace(data, result=None, is_cut=True)
-        content = msgspec.json.encode(msgspec.structs.replace(body, data=cut))
+        content = msgspec.json.encode(msgspec.structs.replace(event, data=cut))
     return content
 
 
 def view(webhook: WebhookSubscription) -> WebhookView:
-    return WebhookView(
-        webhook.webhook_id,
-        shown(webhook.url),
-        webhook.events,
-        webhook.created_at,
-        webhook.owner,
-        webhook.name,
-    )
+    return view_of(WebhookView, webhook, id=webhook.webhook_id, url=shown(webhook.url), tenant=webhook.owner)
 
 
 def delivery_view(delivery: Delivery) -> DeliveryView:
-    return DeliveryView(
-        delivery.delivery_id,
-        JobId(delivery.job_id),
-        event_name(delivery.kind),
-        shown(delivery.url),
-        delivery.webhook_id,
-        delivery.status,
-        delivery.attempts,
-        delivery.created_at,
-        delivery.next_at if delivery.status is DeliveryStatus.PENDING else None,
-        delivery.last_at,
-        delivery.last_status,
-        delivery.last_error,
-        delivery.ended_at,
-        delivery.webhook_id,
+    return view_of(
+        DeliveryView,
+        delivery,
+        id=delivery.delivery_id,
+        event=event_name(delivery.kind),
+        url=shown(delivery.url),
+        webhook=delivery.webhook_id,
+        next_at=delivery.next_at if delivery.status is DeliveryStatus.PENDING else None,
     )
 
 
@@ -234,8 +198,8 @@ SIGNATURE_HEADER = "webhook-signature"
 _VERSION = "v1,"
 
 
-def new_secret(chance: bytes) -> str:
-    return SECRET_PREFIX + base64.b64encode(chance).decode()
+def new_secret(entropy: bytes) -> str:
+    return SECRET_PREFIX + base64.b64encode(entropy).decode()
 
 
 def signatures(secrets: Iterable[str], delivery_id: str, timestamp: int, body: bytes) -> str:

@@ -5,22 +5,24 @@ Names and statuses are the old ones; each message does the same as its HTTP rout
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import LeasedJob
+from comfyfleet.model.bounds import Name, Reason, Seconds
+from comfyfleet.model.calls import LeasedJob, ReleaseReason
+from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.wire.answers import asked_for
-from comfyfleet.wire.bodies import LegacySubmitBody, Name, Reason, Seconds
+from comfyfleet.wire.bodies import LegacySubmitBody
 from comfyfleet.wire.progress import FactBody, FleetBody, ProgressBody, ProgressEventBody
-from comfyfleet.wire.route import CALLERS, OPERATORS, READERS, WORKERS
+from comfyfleet.wire.route import CALLERS, JOB_READERS, OPERATORS, WORKERS
 from comfyfleet.wire.status_names import StatusDialect, parse_status, status_name
-from comfyfleet.wire.worker import LeaseBody, Load, Slots, Wait, lease_body
+from comfyfleet.wire.worker import Load, Slots, Wait
 
 _BESIDE = frozenset({"type", "request_id", "message_id", "timestamp", "client_id", "traceparent"})
 """Fields that any message may have."""
@@ -78,7 +80,7 @@ class LeaseMessage(_Said, frozen=True):
 
     job_id: Name
     worker_id: Name | None = None
-    lease: LeaseBody | None = None
+    lease: LeaseRef | None = None
 
 
 class UpdateProgress(LeaseMessage, frozen=True, kw_only=True):
@@ -87,7 +89,7 @@ class UpdateProgress(LeaseMessage, frozen=True, kw_only=True):
 
 class HeartbeatMessage(_Said, frozen=True):
     worker_id: Name
-    leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=1_000)] = ()
+    leases: Annotated[tuple[LeaseRef, ...], Meta(max_length=1_000)] = ()
 
 
 class CompleteJob(LeaseMessage, frozen=True):
@@ -101,7 +103,7 @@ class FailJob(LeaseMessage, frozen=True):
 
 
 class ReleaseJob(LeaseMessage, frozen=True):
-    reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
+    reason: ReleaseReason = "drain"
 
 
 class MessageKind(NamedTuple):
@@ -113,14 +115,14 @@ class MessageKind(NamedTuple):
 
 KINDS: dict[str, MessageKind] = {
     "submit_job": MessageKind(CALLERS, LegacySubmitBody, is_old=True),
-    "subscribe_progress": MessageKind(READERS, JobMessage, is_old=True),
-    "unsubscribe_progress": MessageKind(READERS, JobMessage, is_old=True),
+    "subscribe_progress": MessageKind(JOB_READERS, JobMessage, is_old=True),
+    "unsubscribe_progress": MessageKind(JOB_READERS, JobMessage, is_old=True),
     "cancel_job": MessageKind(CALLERS, CancelJob, is_old=True),
     "retry_job": MessageKind(CALLERS, JobMessage, is_old=True),
     "pause_job": MessageKind(CALLERS, JobMessage, is_old=True),
     "resume_job": MessageKind(CALLERS, JobMessage, is_old=True),
-    "subscribe_monitor": MessageKind(READERS, Monitor, is_old=True),
-    "unsubscribe_monitor": MessageKind(READERS, EmptyMessage, is_old=True),
+    "subscribe_monitor": MessageKind(JOB_READERS, Monitor, is_old=True),
+    "unsubscribe_monitor": MessageKind(JOB_READERS, EmptyMessage, is_old=True),
     "drain_worker": MessageKind(OPERATORS, WorkerMessage, is_old=True),
     "pause_worker": MessageKind(OPERATORS, WorkerMessage, is_old=True),
     "resume_worker": MessageKind(OPERATORS, WorkerMessage, is_old=True),
@@ -133,7 +135,7 @@ KINDS: dict[str, MessageKind] = {
     "complete_job": MessageKind(WORKERS, CompleteJob),
     "fail_job": MessageKind(WORKERS, FailJob),
     "release_job": MessageKind(WORKERS, ReleaseJob),
-    "ping": MessageKind(READERS | WORKERS, EmptyMessage),
+    "ping": MessageKind(JOB_READERS | WORKERS, EmptyMessage),
 }
 
 AGENT_PROTOCOL = "comfyfleet.worker.v1"
@@ -237,7 +239,7 @@ def assigned(job: LeasedJob) -> dict[str, Any]:
         "type": "job_assigned",
         "job_id": job.job_id,
         "worker_id": job.worker_id,
-        "lease": lease_body(job.ref),
+        "lease": job.ref,
         "duration_s": job.ttl_s,
         "acknowledge_s": job.acknowledge_s,
         "job_data": {

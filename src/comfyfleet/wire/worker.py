@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from comfyfleet.model.bounds import Name
 from comfyfleet.model.calls import (
     ACTIONS,
     Command,
+    Completion,
+    FailureReport,
     HeartbeatReply,
     LeasedJob,
     ProgressReport,
@@ -23,17 +26,15 @@ from comfyfleet.model.calls import (
 )
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.fact import ProgressKind
-from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import InputFile
-from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHash
-from comfyfleet.model.job import Attachment, JobResult, Timeouts
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
+from comfyfleet.model.job import Attachment, Timeouts
 from comfyfleet.model.node_classes import NodeSignature, Widget
-from comfyfleet.model.requirement import Environment
+from comfyfleet.model.requirement import Environment, Requirements
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.wire.answers import asked_for
-from comfyfleet.wire.bodies import Name, Seconds
 from comfyfleet.wire.status_names import modern_capabilities, status_name
+from comfyfleet.wire.views import view_of
 
 MAX_SLOTS = 1_000
 MAX_REPORTS = 10_000
@@ -43,18 +44,6 @@ MAX_CLASSES = 50_000
 Slots = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
 Load = Annotated[int, Meta(ge=0, le=MAX_SLOTS)]
 Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
-
-
-class LeaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker's right to run one job for a while. The worker sends it back as it received it."""
-
-    job_id: Name
-    round: Annotated[int, Meta(ge=0, le=2**53)]
-    number: Annotated[int, Meta(ge=0, le=2**53)]
-    """The number of the lease within the job."""
-    epoch: Annotated[int, Meta(ge=0, le=2**53)]
-    token: Name
-    """The secret of the lease."""
 
 
 class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -67,7 +56,6 @@ class RegisterBody(_Call, frozen=True):
     environment: Environment | None = None
     slots: Slots | None = None
     max_concurrency: Slots | None = None
-    """The old name of `slots`."""
     live: LiveState | None = None
     instance: Name | None = None
     """An id of the agent that survives its restarts. The hub refuses another agent with the same worker id while this
@@ -106,25 +94,17 @@ class PollBody(_Call, frozen=True):
     instance: Name | None = None
 
 
-class ReportBody(_Call, frozen=True):
-    lease: LeaseBody
-    kind: ProgressKind
-    data: dict[str, Any] = {}
-    image: bytes | None = None
-    """A preview in base64."""
-
-
 class HeartbeatBody(_Call, frozen=True):
     worker_id: Name
-    leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=MAX_SLOTS)] = ()
-    reports: Annotated[tuple[ReportBody, ...], Meta(max_length=MAX_REPORTS)] = ()
+    leases: Annotated[tuple[LeaseRef, ...], Meta(max_length=MAX_SLOTS)] = ()
+    reports: Annotated[tuple[ProgressReport, ...], Meta(max_length=MAX_REPORTS)] = ()
     """Progress reports, so that a worker with few of them needs no separate call."""
     inputs: bool = False
     """Whether the answer should have new links to the inputs of these leases."""
 
 
 class ProgressBatch(_Call, frozen=True):
-    reports: Annotated[tuple[ReportBody, ...], Meta(max_length=MAX_REPORTS)]
+    reports: Annotated[tuple[ProgressReport, ...], Meta(max_length=MAX_REPORTS)]
 
 
 class NextPoll(_Call, frozen=True):
@@ -133,23 +113,12 @@ class NextPoll(_Call, frozen=True):
     poll_id: Name
 
 
-class CompleteBody(_Call, frozen=True):
-    lease: LeaseBody
-    result: JobResult = JobResult()
-    seconds: Seconds = 0.0
+class CompleteBody(Completion, frozen=True):
     next: NextPoll | None = None
 
 
-class FailBody(_Call, frozen=True):
-    lease: LeaseBody
-    failure: Failure
-    seconds: Seconds = 0.0
+class FailBody(FailureReport, frozen=True):
     next: NextPoll | None = None
-
-
-class ReleaseBody(_Call, frozen=True):
-    lease: LeaseBody
-    reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
 
 
 class CommandsBody(_Call, frozen=True):
@@ -217,7 +186,7 @@ class LeaseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     Workers measure this with their own clock.
     """
 
-    lease: LeaseBody
+    lease: LeaseRef
     worker_id: str
     duration_s: float
     acknowledge_s: float
@@ -225,7 +194,7 @@ class LeaseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LeaseInputs(msgspec.Struct, frozen=True):
-    lease: LeaseBody
+    lease: LeaseRef
     inputs: tuple[InputFile, ...]
 
 
@@ -242,8 +211,8 @@ class CommandBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class HeartbeatAnswer(msgspec.Struct, frozen=True):
     duration_s: float
-    alive: tuple[LeaseBody, ...] = ()
-    lost: tuple[LeaseBody, ...] = ()
+    alive: tuple[LeaseRef, ...] = ()
+    lost: tuple[LeaseRef, ...] = ()
     commands: tuple[CommandBody, ...] = ()
     inputs: tuple[LeaseInputs, ...] = ()
     """New links to the inputs of live leases, if they were requested."""
@@ -307,38 +276,18 @@ def concurrent_jobs(capabilities: dict[str, Any]) -> int | None:
     return count if isinstance(count, int) and 1 <= count <= MAX_SLOTS else None
 
 
-def lease_ref(body: LeaseBody) -> LeaseRef:
-    return msgspec.convert(msgspec.structs.asdict(body), LeaseRef)
-
-
-def lease_body(ref: LeaseRef) -> LeaseBody:
-    return LeaseBody(ref.job_id, ref.round, ref.number, ref.epoch, ref.token)
-
-
-def report(body: ReportBody) -> ProgressReport:
-    return ProgressReport(lease_ref(body.lease), body.kind, body.data, body.image)
-
-
 def lease_answer(job: LeasedJob) -> LeaseAnswer:
     return LeaseAnswer(
-        lease_body(job.ref),
+        job.ref,
         job.worker_id,
         job.ttl_s,
         job.acknowledge_s,
-        LeasedBody(
-            job.job_id,
-            job.service,
-            job.workflow_hash,
-            LeasedPayload(job.workflow, job.attachments, job.inputs),
-            job.timeouts,
-            job.include_outputs,
-            job.attempt,
-            job.metadata,
-            job.traceparent,
-            job.payload_sha256,
-            job.tenant,
-            job.priority,
-            asked_for(job.requirements) or None,
+        view_of(
+            LeasedBody,
+            job,
+            id=job.job_id,
+            payload=view_of(LeasedPayload, job),
+            requirements=asked_for(job.requirements) or None,
         ),
     )
 
@@ -346,35 +295,32 @@ def lease_answer(job: LeasedJob) -> LeaseAnswer:
 def leased_job(answer: LeaseAnswer) -> LeasedJob:
     """The lease as the worker's agent uses it."""
     job = answer.job
-    return LeasedJob(
-        ref=lease_ref(answer.lease),
+    return view_of(
+        LeasedJob,
+        job,
+        ref=answer.lease,
         worker_id=WorkerId(answer.worker_id),
         ttl_s=answer.duration_s,
         acknowledge_s=answer.acknowledge_s,
         workflow=job.payload.workflow,
-        workflow_hash=WorkflowHash(job.workflow_hash),
-        service=job.service,
-        timeouts=job.timeouts,
-        include_outputs=job.include_outputs,
         attachments=job.payload.attachments,
         inputs=job.payload.inputs,
-        attempt=job.attempt,
-        metadata=job.metadata,
-        traceparent=job.traceparent,
-        payload_sha256=job.payload_sha256,
+        fetched=(),
         tenant=DEFAULT_TENANT if job.tenant is None else TenantId(job.tenant),
-        priority=job.priority,
+        requirements=Requirements(),
     )
 
 
-def beat_answer(beat: HeartbeatReply, at: float, inputs: tuple[LeaseInputs, ...] = ()) -> HeartbeatAnswer:
+def heartbeat_answer(
+    reply: HeartbeatReply, at: float, inputs: tuple[LeaseInputs, ...] = ()
+) -> HeartbeatAnswer:
     return HeartbeatAnswer(
-        beat.ttl_s,
-        tuple(map(lease_body, beat.alive)),
-        tuple(map(lease_body, beat.lost)),
-        command_bodies(beat.commands, at),
+        reply.ttl_s,
+        reply.alive,
+        reply.lost,
+        command_bodies(reply.commands, at),
         inputs,
-        beat.missing,
+        reply.missing,
     )
 
 
@@ -391,11 +337,11 @@ def commands_in(bodies: Iterable[CommandBody]) -> tuple[Command, ...]:
     )
 
 
-def beat(answer: HeartbeatAnswer) -> HeartbeatReply:
+def heartbeat_reply(answer: HeartbeatAnswer) -> HeartbeatReply:
     return HeartbeatReply(
         answer.duration_s,
-        tuple(map(lease_ref, answer.alive)),
-        tuple(map(lease_ref, answer.lost)),
+        answer.alive,
+        answer.lost,
         commands_in(answer.commands),
         answer.missing,
     )

@@ -13,22 +13,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Self, assert_never
 
-from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, Release
+from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, Release, ReleaseReason
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import Connector, WorkerApi
-from comfyfleet.tracing import about
-from comfyfleet.worker.attempt import AttemptRun, StopReason
+from comfyfleet.tracing import log_fields
+from comfyfleet.worker.attempt import MAY_BE_THE_CONNECTION, AttemptRun, StopReason
 from comfyfleet.worker.heartbeat import CommandListener, HeartbeatLoop
 from comfyfleet.worker.journal import Journal, StartedAttempt, stop_orphan
 from comfyfleet.worker.progress_sender import ProgressSender
 from comfyfleet.worker.registration import Registration
 from comfyfleet.worker.servers import HasClientId, MonitoredServer, ReportsConnection, check_all
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff, wait_within
-from comfyfleet.worker.slots import Outage, Slots
+from comfyfleet.worker.slots import AgentContext, Outage, Slots
 
 __all__ = ["Agent", "AgentSettings", "AgentState", "AgentStatus"]
 
@@ -37,16 +37,7 @@ _log = logging.getLogger(__name__)
 _MAX_UNREPORTED = 100
 """Each unreported end keeps a result in memory while its slot goes on."""
 _SOMETHING_IS_MISSING = frozenset({FailureKind.MISSING_MODEL, FailureKind.MISSING_NODE})
-_SERVER_MAY_BE_GONE = frozenset(
-    {
-        FailureKind.TRANSIENT,
-        FailureKind.CRASHED,
-        FailureKind.ACCEPT_TIMEOUT,
-        FailureKind.START_TIMEOUT,
-        FailureKind.STALL_TIMEOUT,
-        FailureKind.DEAD_WORKER,
-    }
-)
+_SERVER_MAY_BE_GONE = MAY_BE_THE_CONNECTION | {FailureKind.DEAD_WORKER}
 
 
 class Agent:
@@ -66,7 +57,9 @@ class Agent:
         self._api = api
         self._settings = settings or AgentSettings()
         self._on_state = on_state
-        self._servers = [MonitoredServer(connector, self._settings, self._lost) for connector in connectors]
+        self._servers = [
+            MonitoredServer(connector, self._settings, self._server_went_down) for connector in connectors
+        ]
         self._by_service = {server.name: server for server in self._servers}
         if not connectors or len(self._by_service) != len(connectors):
             raise ValueError(
@@ -75,23 +68,17 @@ class Agent:
             )
         self._progress = ProgressSender(api, self._settings, self._obey)
         self._outage = Outage(worker_id)
-        self._heart = HeartbeatLoop(
-            api, worker_id, self._settings, self._beat, self._heartbeat_refused, self._outage
-        )
-        self._commands = CommandListener(api, worker_id, self._settings, self._do, self._heart.beat_soon)
-        self._registration = Registration(
-            api, worker_id, self._servers, self._settings, declared, self._update, self._renewed, self._outage
-        )
+        context = AgentContext(api, worker_id, self._settings, self._outage)
+        self._heart = HeartbeatLoop(context, self._beat, self._heartbeat_refused)
+        self._commands = CommandListener(context, self._do, self._heart.send_soon)
+        self._registration = Registration(context, self._servers, declared, self._update, self._renewed)
         self._slots = Slots(
-            api,
-            worker_id,
-            self._settings,
+            context,
             self._run,
             lambda: self._registration.number,
             self._registration.renew,
             self._next_begun,
             self._clear_away,
-            self._outage,
         )
         self._begun: list[StartedAttempt] = []
         """Attempts that the journal lists as started, until a slot polls for them."""
@@ -100,6 +87,8 @@ class Agent:
         """Runs that have ended and whose reports the hub does not take yet."""
         self._all_reported = asyncio.Event()
         self._all_reported.set()
+        self._abandoned: list[LeaseRef] = []
+        """Leases of stopped runs, to be given back when the hub answers again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: asyncio.Task[None] | None = None
 
@@ -141,7 +130,7 @@ class Agent:
         for _ in range(self._settings.slots):
             self._own(self._keep_going(self._slots.run_one))
 
-    async def first_verdict(self) -> AgentState:
+    async def wait_for_first_check(self) -> AgentState:
         """Waits for the first check of all servers."""
         await self._first_verdict.wait()
         return self.state
@@ -149,7 +138,7 @@ class Agent:
     async def refresh(self) -> None:
         """Reads the inventories now and registers again, even if nothing changed."""
         if self._registration.offer is not None:
-            await self._registration.look(is_asked=True)
+            await self._registration.refresh(is_asked=True)
 
     async def _refresh_when_asked(self) -> None:
         while True:
@@ -214,9 +203,9 @@ class Agent:
     async def _is_quiet_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._slots.quiet.wait()
+                await self._slots.idle.wait()
                 await self._all_reported.wait()
-        return self._slots.quiet.is_set() and self._all_reported.is_set()
+        return self._slots.idle.is_set() and self._all_reported.is_set()
 
     def _leave(self, reason: str) -> None:
         self._is_draining = self._registration.is_closed = True
@@ -243,7 +232,7 @@ class Agent:
     async def _run(self, job: LeasedJob, poll_id: PollId) -> None:
         server = self._by_service.get(job.service)
         if server is None or not server.is_up or self._is_draining:
-            await self._decline(job)
+            await self._give_back("drain" if self._is_draining else "declined", job.ref)
             if server is None and self._journal is not None:
                 # The worker had this service when it began the attempt. It must not ask again at each start.
                 self._journal.end(job.ref)
@@ -253,20 +242,22 @@ class Agent:
         self._heart.add(run)
         if self._journal is not None:
             self._journal.begin(job.ref, job.service, poll_id)
-        run.may_wait_elsewhere = len(self._unreported) < _MAX_UNREPORTED
+        run.may_report_later = len(self._unreported) < _MAX_UNREPORTED
         failure = await self._followed(run, run.run)
         if run.is_unreported:
             # The slot goes on. The agent confirms the lease until the hub takes the report.
             self._unreported.add(run)
             self._all_reported.clear()
             self._own(self._report(run))
+        if run.is_abandoned:
+            self._abandoned = [*self._abandoned, job.ref][-_MAX_UNREPORTED:]
         if failure is None or self._is_draining:
             return
         if failure.kind in _SOMETHING_IS_MISSING:
-            server.lacks(failure.missing)
+            server.add_missing(failure.missing)
             self._tend_now.set()
         if failure.kind is FailureKind.CRASHED:
-            server.wants_look = True
+            server.needs_inventory = True
         if failure.kind is FailureKind.DEAD_WORKER:
             server.defect = failure.message
         if failure.kind in _SERVER_MAY_BE_GONE:
@@ -287,7 +278,7 @@ class Agent:
         job, is_over = run.job, False
         trace = {"traceparent": job.traceparent} if job.traceparent is not None else {}
         try:
-            with about(worker_id=self.worker_id, job_id=job.job_id, attempt_id=job.attempt_id, **trace):
+            with log_fields(worker_id=self.worker_id, job_id=job.job_id, attempt_id=job.attempt_id, **trace):
                 if not run.is_unreported:
                     _log.info("%s starts the job", job.service)
                 failure = await work()
@@ -328,12 +319,13 @@ class Agent:
             await server.check()
         self._tend_now.set()
 
-    async def _decline(self, job: LeasedJob) -> None:
-        try:
-            await self._api.release(Release(job.ref, "drain" if self._is_draining else "declined"))
-        except Exception as error:
-            # A lease that the agent never acknowledges returns to the queue by itself.
-            _log.info("worker %s: a lease could not be declined: %r", self.worker_id, error)
+    async def _give_back(self, reason: ReleaseReason, *refs: LeaseRef) -> None:
+        for ref in refs:
+            try:
+                await self._api.release(Release(ref, reason))
+            except Exception as error:
+                # A lease that the agent does not confirm ends by itself.
+                _log.info("worker %s: a lease could not be given back: %r", self.worker_id, error)
 
     def _stop_runs(self) -> None:
         for run in list(self._runs.values()):
@@ -343,8 +335,12 @@ class Agent:
 
     def _beat(self, beat: HeartbeatReply) -> None:
         self._obey(beat)
+        if self._abandoned:
+            refs, self._abandoned = self._abandoned, []
+            # A hub that was away has extended these leases, and would wait for their ends.
+            self._own(self._give_back("drain", *refs))
         for server in self._servers:
-            if server.look_for(beat.missing):
+            if server.set_wanted(beat.missing):
                 self._tend_now.set()
 
     def _obey(self, beat: HeartbeatReply) -> None:
@@ -385,10 +381,10 @@ class Agent:
 
     def _connection_hint(self, server: MonitoredServer, is_connected: bool) -> None:
         # A server that was away for a moment may have restarted with other models.
-        server.wants_look = server.wants_look or is_connected
+        server.needs_inventory = server.needs_inventory or is_connected
         self._tend_now.set()
 
-    def _lost(self) -> None:
+    def _server_went_down(self) -> None:
         """Polls stop at once; telling the hub may take a while."""
         self._disconnects += 1
         self._tend_now.set()
@@ -422,24 +418,24 @@ class Agent:
                 return min(coming)
             return backoff.next_s()
         for server in usable.values():
-            if now >= server.seek_due_at:
-                await server.seek()
+            if now >= server.find_due_at:
+                await server.find_wanted()
         offered = {server.name for server in self._registration.offered}
-        if offered != usable.keys() or any(now >= server.look_due_at for server in usable.values()):
-            await self._registration.look()
+        if offered != usable.keys() or any(now >= server.inventory_due_at for server in usable.values()):
+            await self._registration.refresh()
         if self._registration.offer is None or any(server.missed for server in self._servers if server.is_up):
             return backoff.next_s()
         backoff.reset()
         ends = [server.usable_at - now for server in self._servers if server.is_up and server.usable_at > now]
-        looks = [min(server.look_due_at, server.seek_due_at) - now for server in usable.values()]
+        looks = [min(server.inventory_due_at, server.find_due_at) - now for server in usable.values()]
         return min(self._settings.health_interval_s, *ends, *looks)
 
     def _renewed(self) -> None:
         # Parked polls belong to the old capabilities; the slots ask again under the new ones.
-        self._slots.recall()
+        self._slots.cancel_polls()
 
     async def _take_back(self) -> None:
-        if not await self._registration.take_back():
+        if not await self._registration.withdraw():
             self._tend_now.set()
 
     # state

@@ -13,38 +13,43 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import msgspec
 
-from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, ProgressReport, Release, ReportReply
+from comfyfleet.model.calls import (
+    Completion,
+    FailureReport,
+    LeasedJob,
+    ProgressReport,
+    Release,
+    ReleaseReason,
+    ReportReply,
+)
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind, FileTooLarge, ServiceBusy, ServiceFailed, bounded
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.ports import Connector, InputSource, OutputReceiver, OutputSource, WorkerApi
-from comfyfleet.worker.job_files import TransferRetry, no_source, side_by_side, tidy_up, with_inputs
+from comfyfleet.worker.job_files import TransferRetry, clean_up, gather_bounded, no_source, with_inputs
 from comfyfleet.worker.progress_sender import ProgressBuffer, ProgressSender
-from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry, wait_within
+from comfyfleet.worker.settings import AgentSettings, Backoff, is_retryable, wait_within
 
 _log = logging.getLogger(__name__)
 
-ReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
-
 # At these timeouts the connector has already tried to stop the run.
 _STOPPED_BY_CONNECTOR = frozenset({FailureKind.START_TIMEOUT, FailureKind.STALL_TIMEOUT})
-# These may come from the connection to the server, not from the run on it.
-_MAY_HAVE_FINISHED = frozenset(
+MAY_BE_THE_CONNECTION = frozenset(
     {
         FailureKind.TRANSIENT,
         FailureKind.CRASHED,
         FailureKind.ACCEPT_TIMEOUT,
         FailureKind.START_TIMEOUT,
         FailureKind.STALL_TIMEOUT,
-        FailureKind.UNKNOWN,
     }
 )
+"""These may come from the connection to the server, not from the run on it."""
+_MAY_HAVE_FINISHED = MAY_BE_THE_CONNECTION | {FailureKind.UNKNOWN}
 _LEASE_IS_OVER = frozenset({RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE})
 
 
@@ -59,20 +64,22 @@ class StopReason(Enum):
     RETRY = "retry"
     DRAIN = "drain"
     LOST = "lost"
+    """The hub said that the lease is over. A report that it does not take is not repeated."""
     ABANDONED = "abandoned"
+    """No heartbeat was confirmed for `abandon_share` (80 %) of the lease. The lease may still be alive, so a report is
+    repeated until its end."""
 
     @property
-    def release(self) -> ReleaseReason | None:
+    def release_reason(self) -> ReleaseReason | None:
         """The reason with which the lease is given back. None: the lease is gone already."""
-        match self:
-            case StopReason.CANCELLED:
-                return "cancelled"
-            case StopReason.RETRY:
-                return "retry"
-            case StopReason.DRAIN:
-                return "drain"
-            case StopReason.LOST | StopReason.ABANDONED:
-                return None
+        return _RELEASES.get(self)
+
+
+_RELEASES: dict[StopReason, ReleaseReason] = {
+    StopReason.CANCELLED: "cancelled",
+    StopReason.RETRY: "retry",
+    StopReason.DRAIN: "drain",
+}
 
 
 class AttemptRun:
@@ -110,8 +117,12 @@ class AttemptRun:
         self._hurry: asyncio.Event | None = None
         self.is_known_over = True
         """False: the agent stopped before it could report the end. The next start may still report it."""
-        self.may_wait_elsewhere = False
+        self.may_report_later = False
         """Whether `run` may return before the hub has taken the report."""
+        self._has_outcome = False
+        """The service has finished. Nothing is left to stop there, so only the hub ends the lease."""
+        self._patience_s = 0.0
+        """How long after the lease a report is still repeated: not at all while it holds a slot."""
         self._end: Callable[[], Awaitable[Failure | None]] | None = None
 
     @property
@@ -119,9 +130,14 @@ class AttemptRun:
         """The job has ended, and `report` must still tell the hub. The lease needs heartbeats until then."""
         return self._end is not None
 
+    @property
+    def is_abandoned(self) -> bool:
+        """The run was stopped because nobody confirmed its lease. The hub may still count it."""
+        return self._stop_reason is StopReason.ABANDONED
+
     async def report(self) -> Failure | None:
         """Repeats the report that the hub did not take during `run`."""
-        end, self.may_wait_elsewhere = self._end, False
+        end, self.may_report_later, self._patience_s = self._end, False, self._settings.report_s
         assert end is not None, "this run is already reported"
         failure = await end()
         self._end = None
@@ -141,6 +157,7 @@ class AttemptRun:
                 outcome = await self._reconcile(outcome)
             if self._stop_reason is not None:
                 return await self._give_back(outcome, seconds)
+            self._has_outcome = True
             if isinstance(outcome, JobResult):
                 outcome = await self._kept(outcome)
             assert outcome is not None, "a run that nobody stopped has an outcome"
@@ -169,11 +186,13 @@ class AttemptRun:
             if self._runner is not None:
                 self._left = asyncio.Event()
                 self._interrupter = asyncio.create_task(self._interrupt())
-        elif reason.release is None:
+        elif reason.release_reason is None:
             self._stop_reason = reason
 
     def abandon(self) -> None:
-        self.stop(StopReason.ABANDONED)
+        """Stops a run that another worker may soon get. A run that has ended waits for the hub instead."""
+        if not self._has_outcome:
+            self.stop(StopReason.ABANDONED)
 
     # run
 
@@ -205,7 +224,7 @@ class AttemptRun:
     async def _process_with_inputs(self) -> JobResult | None:
         if not isinstance(self._api, InputSource):
             raise no_source(self.job)
-        with TemporaryDirectory(prefix="comfyfleet-", dir=self._api.spooling()) as folder:
+        with TemporaryDirectory(prefix="comfyfleet-", dir=self._api.spool_folder()) as folder:
             job = await with_inputs(
                 self._api, self.job, self._settings, lambda: self.confirmed_at, Path(folder)
             )
@@ -265,8 +284,7 @@ class AttemptRun:
             if isinstance(outcome, JobResult):
                 return await self._complete(outcome, seconds)
             return await self._fail(outcome, seconds)
-        if (reason := self._stop_reason.release) is not None:
-            await self._flush()
+        if (reason := self._stop_reason.release_reason) is not None:
             await self._report(lambda: self._api.release(Release(self.ref, reason)))
         return None
 
@@ -277,7 +295,7 @@ class AttemptRun:
         if not result.files:
             return result
         try:
-            files = await side_by_side([self._keep(file) for file in result.files])
+            files = await gather_bounded([self._keep(file) for file in result.files])
         except ServiceFailed as failed:
             return failed.failure
         return msgspec.structs.replace(result, files=tuple(files))
@@ -288,7 +306,7 @@ class AttemptRun:
         patience = TransferRetry(self._settings, lambda: self.confirmed_at)
         while True:
             try:
-                file_id = await self._api.keep(self.ref, file, self._connector)
+                file_id = await self._api.store_output(self.ref, file, self._connector)
                 return msgspec.structs.replace(file, file_id=file_id)
             except Exception as error:
                 is_refused = isinstance(error, Refusal) and error.code is RefusalCode.TOO_LARGE
@@ -297,8 +315,9 @@ class AttemptRun:
                     _log.warning("%s is not uploaded and stays on its server: %s", file.filename, error)
                     return file
                 is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_OVER
-                is_lost = self._stop_reason is not None and self._stop_reason.release is None
-                if is_over or is_lost or self._is_late() or patience.is_over():
+                is_lost = self._stop_reason is not None and self._stop_reason.release_reason is None
+                is_old = self._is_over_in(0.0, self._settings.report_s)
+                if is_over or is_lost or is_old or self._is_late() or patience.is_over():
                     raise ServiceFailed(
                         Failure(
                             FailureKind.TRANSIENT,
@@ -317,11 +336,10 @@ class AttemptRun:
             return failure
 
     async def _complete(self, result: JobResult, seconds: float) -> Failure | None:
-        await self._flush()
         call = Completion(self.ref, result, seconds)
         answer = await self._report(lambda: self._api.complete(call))
         if isinstance(answer, ReportReply):
-            await tidy_up(self._connector, self.job, result)
+            await clean_up(self._connector, self.job, result)
         if not isinstance(answer, Refusal) or answer.code in _LEASE_IS_OVER:
             return None
         # Without a report the job would run again and end the same way.
@@ -331,22 +349,18 @@ class AttemptRun:
         )
 
     async def _fail(self, failure: Failure, seconds: float) -> Failure | None:
-        await self._flush()
         call = FailureReport(self.ref, bounded(failure), seconds)
         await self._report(lambda: self._api.fail(call))
         return failure
 
     async def _decline(self, failure: Failure) -> Failure:
-        await self._flush()
         await self._report(lambda: self._api.release(Release(self.ref, "declined")))
         return failure
 
-    async def _flush(self) -> None:
-        if self._outbox is not None:
-            await self._progress.flush(self._outbox)
-
     async def _report(self, call: Callable[[], Awaitable[ReportReply]]) -> ReportReply | Refusal | None:
         """Repeats an idempotent report until it is answered. None: the lease is over."""
+        if self._outbox is not None:
+            await self._progress.flush(self._outbox)
         backoff: Backoff | None = None
         last: Exception | None = None
         while True:
@@ -357,23 +371,19 @@ class AttemptRun:
                 raise
             except Exception as error:
                 last = error
-                if not is_worth_a_retry(error):
+                if not is_retryable(error):
                     assert isinstance(error, Refusal)
                     if error.code not in _LEASE_IS_OVER:
                         _log.warning("the hub refused the report of %s: %s", self.ref.attempt_id, error)
                     return error
-                if self.may_wait_elsewhere and self._stop_reason is None:
+                if self.may_report_later and self._stop_reason is None:
                     _log.info("the hub did not take the report of %s yet: %s", self.ref.attempt_id, error)
                     raise _NotTaken from error
                 if backoff is None:
                     backoff = Backoff(self._settings)
                 pause_s = backoff.next_s()
                 is_lost, is_late = self._stop_reason is StopReason.LOST, self._is_late()
-                if (
-                    is_lost
-                    or is_late
-                    or asyncio.get_running_loop().time() + pause_s >= self.confirmed_at + self.ttl_s
-                ):
+                if is_lost or is_late or self._is_over_in(pause_s, self._patience_s):
                     self._log_unreported(error)
                     self.is_known_over = not is_late
                     return None
@@ -389,6 +399,11 @@ class AttemptRun:
             self.ref.attempt_id,
             cause,
         )
+
+    def _is_over_in(self, seconds: float, patience_s: float) -> bool:
+        """Whether the lease, and the patience after it, will be over then."""
+        at = asyncio.get_running_loop().time() + seconds
+        return at >= self.confirmed_at + self.ttl_s + patience_s
 
     def _is_late(self) -> bool:
         return self._last_try_at is not None and asyncio.get_running_loop().time() >= self._last_try_at

@@ -13,10 +13,8 @@ from typing import Protocol
 from comfyfleet.model.calls import Command, HeartbeatReply
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal
-from comfyfleet.model.ids import WorkerId
-from comfyfleet.ports import WorkerApi
-from comfyfleet.worker.settings import AgentSettings, Backoff
-from comfyfleet.worker.slots import Outage
+from comfyfleet.worker.settings import Backoff
+from comfyfleet.worker.slots import AgentContext
 
 
 class HeldLease(Protocol):
@@ -32,19 +30,13 @@ class HeldLease(Protocol):
 class HeartbeatLoop:
     def __init__(
         self,
-        api: WorkerApi,
-        worker_id: WorkerId,
-        settings: AgentSettings,
+        context: AgentContext,
         on_beat: Callable[[HeartbeatReply], None],
         on_refusal: Callable[[Refusal], None],
-        outage: Outage,
     ) -> None:
-        self._api = api
-        self._worker_id = worker_id
-        self._settings = settings
+        self._api, self._worker_id, self._settings, self._outage = context
         self._on_beat = on_beat
         self._on_refusal = on_refusal
-        self._outage = outage
         self._held: dict[LeaseRef, HeldLease] = {}
         self._unacknowledged: dict[LeaseRef, None] = {}
         self._wake = asyncio.Event()
@@ -62,7 +54,7 @@ class HeartbeatLoop:
         if self._watch_timer is None or abandon_at < self._watch_timer.when():
             self._watch_at(abandon_at)
 
-    def beat_soon(self) -> None:
+    def send_soon(self) -> None:
         if self._beat_timer is not None:
             self._beat_timer.cancel()
             self._ring()
@@ -107,9 +99,9 @@ class HeartbeatLoop:
             self._on_refusal(refusal)
             return False
         except Exception:
-            self._outage.beat_missed()
+            self._outage.heartbeat_missed()
             return False
-        self._outage.beat_answered()
+        self._outage.heartbeat_answered()
         for ref in beat.alive:
             self._unacknowledged.pop(ref, None)
             if (held := self._held.get(ref)) is not None:
@@ -181,17 +173,10 @@ class HeartbeatLoop:
 
 class CommandListener:
     def __init__(
-        self,
-        api: WorkerApi,
-        worker_id: WorkerId,
-        settings: AgentSettings,
-        obey: Callable[[Command], None],
-        on_call: Callable[[], None],
+        self, context: AgentContext, obey: Callable[[Command], None], on_call: Callable[[], None]
     ) -> None:
         """`on_call`: the hub answered early without a command, so a heartbeat will bring something new."""
-        self._api = api
-        self._worker_id = worker_id
-        self._settings = settings
+        self._api, self._worker_id, self._settings, _ = context
         self._obey = obey
         self._on_call = on_call
         self._is_registered = asyncio.Event()

@@ -34,24 +34,21 @@ _ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}$")
 _TIDY_UP_S = 10.0
 
 
-class TransferRetry:
+class TransferRetry(Backoff):
     """A few tries for a file while the hub answers, any number while it is away. The lease bounds both."""
 
     def __init__(self, settings: AgentSettings, confirmed_at: Callable[[], float]) -> None:
-        self._backoff = Backoff(settings)
+        super().__init__(settings)
         self._confirmed_at = confirmed_at
-        self._tries = 0
+        self._failures = 0
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
         """To be called after each failed try."""
-        self._tries += 1
+        self._failures += 1
         if self._failed_at is None:
             self._failed_at = asyncio.get_running_loop().time()
-        return self._tries >= _TRIES and self._confirmed_at() > self._failed_at
-
-    def next_s(self) -> float:
-        return self._backoff.next_s()
+        return self._failures >= _TRIES and self._confirmed_at() > self._failed_at
 
 
 async def with_inputs(
@@ -69,7 +66,7 @@ async def with_inputs(
     # Several inputs may use the same file.
     files = {file.file_id: file for file in job.inputs}
     paths = {file_id: folder / f"{index}" for index, file_id in enumerate(files)}
-    await side_by_side(
+    await gather_bounded(
         [
             _fetch(api, job, file, paths[file_id], TransferRetry(settings, confirmed_at))
             for file_id, file in files.items()
@@ -86,17 +83,17 @@ def no_source(job: LeasedJob) -> ServiceFailed:
     return _failed(FailureKind.UNKNOWN, job.inputs[0], "this worker has no hub to fetch files from")
 
 
-async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_bounded(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs a few at a time. The first failure ends the others and is raised."""
-    if len(works) < 2:
-        return [await work for work in works]
+    if len(coroutines) < 2:
+        return [await work for work in coroutines]
     free = asyncio.Semaphore(_BATCH_SIZE)
 
     async def one(work: Coroutine[Any, Any, T]) -> T:
         async with free:
             return await work
 
-    tasks = [asyncio.create_task(one(work)) for work in works]
+    tasks = [asyncio.create_task(one(work)) for work in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
@@ -107,7 +104,7 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for work in works:
+        for work in coroutines:
             # A coroutine that never started would warn that nobody awaited it.
             work.close()
 
@@ -175,16 +172,16 @@ def _failed(kind: FailureKind, file: InputFile, why: str) -> ServiceFailed:
 
 @runtime_checkable
 class CleansUp(Protocol):
-    async def tidy_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
+    async def clean_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
         """Removes this attempt's files and no others; its outputs only if the hub has them."""
 
 
-async def tidy_up(connector: Connector, job: LeasedJob, result: JobResult) -> None:
+async def clean_up(connector: Connector, job: LeasedJob, result: JobResult) -> None:
     if not isinstance(connector, CleansUp):
         return
     are_kept = all(file.file_id is not None for file in result.files)
     try:
         async with asyncio.timeout(_TIDY_UP_S):
-            await connector.tidy_up(job, are_outputs_kept=are_kept)
+            await connector.clean_up(job, are_outputs_kept=are_kept)
     except Exception as error:
         _log.warning("cannot remove the files of %s from its server: %r", job.attempt_id, error)

@@ -106,7 +106,7 @@ class Journal:
         return tuple(self._open.values())
 
     @property
-    def is_kept(self) -> bool:
+    def is_persistent(self) -> bool:
         return self._file is not None
 
     def begin(self, ref: LeaseRef, service: str, poll_id: PollId) -> None:

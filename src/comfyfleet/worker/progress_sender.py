@@ -12,7 +12,7 @@ from contextlib import suppress
 from comfyfleet.model.calls import HeartbeatReply, ProgressReport
 from comfyfleet.model.fact import ProgressKind
 from comfyfleet.ports import WorkerApi
-from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
+from comfyfleet.worker.settings import AgentSettings, Backoff, is_retryable
 
 
 class ProgressBuffer:
@@ -129,7 +129,7 @@ class ProgressSender:
             beat = await self._api.progress([report for _, reports in taken for report in reports.values()])
         except BaseException as error:
             # A refused batch would be refused again; any other may have been lost on the way.
-            if not isinstance(error, Exception) or is_worth_a_retry(error):
+            if not isinstance(error, Exception) or is_retryable(error):
                 for outbox, reports in taken:
                     if not outbox.is_closed:
                         outbox.put_back(reports)

@@ -15,13 +15,11 @@ import msgspec
 
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.errors import Refusal
-from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import Capabilities, Hardware, LiveState, Service
-from comfyfleet.ports import InputSource, Inventory, NodeCatalogReceiver, WorkerApi
+from comfyfleet.ports import InputSource, Inventory, NodeCatalogReceiver
 from comfyfleet.worker.servers import MonitoredServer
-from comfyfleet.worker.settings import AgentSettings
-from comfyfleet.worker.slots import Outage
+from comfyfleet.worker.slots import AgentContext
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -130,14 +128,11 @@ _log = logging.getLogger(__name__)
 class Registration:
     def __init__(
         self,
-        api: WorkerApi,
-        worker_id: WorkerId,
+        context: AgentContext,
         servers: Sequence[MonitoredServer],
-        settings: AgentSettings,
         declared: Capabilities | None,
         on_change: Callable[[], None],
         on_renewal: Callable[[], None],
-        outage: Outage,
     ) -> None:
         """`on_change`: the offer may have changed. `on_renewal`: another offer replaced it."""
         self.offer: WorkerOffer | None = None
@@ -148,14 +143,11 @@ class Registration:
         """Identifies this agent across restarts. Empty: unknown."""
         self.is_closed = False
         """Set when the worker leaves: it makes no new offer, and the old one stays until it unregisters."""
-        self._api = api
-        self._worker_id = worker_id
+        self._api, self._worker_id, self._settings, self._outage = context
         self._servers = servers
-        self._settings = settings
         self._declared = declared
         self._on_change = on_change
         self._on_renewal = on_renewal
-        self._outage = outage
         self._described: NodeCatalog | None = None
         """The node classes that the hub was last sent."""
         self._offline_reason = ""
@@ -166,13 +158,13 @@ class Registration:
     def offered(self) -> list[MonitoredServer]:
         return [server for server in self._servers if self.offer and server.name in self.offer.boots]
 
-    async def look(self, *, is_asked: bool = False) -> None:
+    async def refresh(self, *, is_asked: bool = False) -> None:
         """Reads the usable servers' inventories. Registers if they changed, or if `is_asked`."""
         async with self._turn:
             usable = _usable(self._servers)
             for server in usable:
-                if not await server.look():
-                    server.miss()
+                if not await server.read_inventory():
+                    server.record_missed_check()
             offer = self._joined(server for server in usable if server.is_up)
             if offer is None or self.is_closed:
                 return
@@ -182,7 +174,7 @@ class Registration:
                 await self._describe(offer)
                 self._on_change()
 
-    async def take_back(self) -> bool:
+    async def withdraw(self) -> bool:
         """Withdraws unusable servers; without any server the worker goes offline. False: repeat the call."""
         async with self._turn:
             if self.is_closed:

@@ -63,7 +63,7 @@ class MonitoredServer:
         self.usable_at = 0.0
         """The end of the grace period after the server came back."""
         self.missed = 0
-        self.wants_look = False
+        self.needs_inventory = False
         """The inventory may have changed."""
         self.defect: str | None = None
         """A fault of the server itself, found by a run or a health check."""
@@ -92,8 +92,8 @@ class MonitoredServer:
         return self.is_up and now >= self.usable_at
 
     @property
-    def look_due_at(self) -> float:
-        if self.wants_look:
+    def inventory_due_at(self) -> float:
+        if self.needs_inventory:
             return float("-inf")
         pause_s = self._settings.inventory_interval_s
         is_wanted = bool(self._wanted) and not isinstance(self.connector, FindsByName)
@@ -101,13 +101,13 @@ class MonitoredServer:
             min(pause_s, self._missing_pause_s) if self._missing or is_wanted else pause_s
         )
 
-    def lacks(self, names: Sequence[str]) -> None:
+    def add_missing(self, names: Sequence[str]) -> None:
         """A run lacked these. The agent looks for them at once, and then more often than usual."""
-        self.wants_look = True
+        self.needs_inventory = True
         self._missing |= {_plain(name) for name in names}
         self._missing_pause_s = self._settings.missing_interval_s
 
-    def look_for(self, names: Sequence[str]) -> bool:
+    def set_wanted(self, names: Sequence[str]) -> bool:
         """Replaces the names that jobs wait for. True: some of them are new."""
         wanted = frozenset(map(_plain, names))
         new = wanted - self._wanted
@@ -118,17 +118,17 @@ class MonitoredServer:
             self._sought_at = float("-inf")
         else:
             # Another service may be the one that lacks them: look at once, then less and less often.
-            self.wants_look = True
+            self.needs_inventory = True
             self._missing_pause_s = self._settings.missing_interval_s
         return True
 
     @property
-    def seek_due_at(self) -> float:
+    def find_due_at(self) -> float:
         if self._wanted == self._found or not isinstance(self.connector, FindsByName):
             return float("inf")
         return self._sought_at + self._settings.seek_interval_s
 
-    async def seek(self) -> None:
+    async def find_wanted(self) -> None:
         """Looks up the wanted names. A find makes one look due."""
         assert isinstance(self.connector, FindsByName), "this connector cannot look up names"
         self._sought_at = asyncio.get_running_loop().time()
@@ -140,21 +140,21 @@ class MonitoredServer:
             return
         if found:
             self._found |= found
-            self.wants_look = True
+            self.needs_inventory = True
 
     async def check(self) -> None:
         if await self._answers():
             # A server that was away for a moment may have restarted.
-            self.wants_look = self.wants_look or self.missed > 0
+            self.needs_inventory = self.needs_inventory or self.missed > 0
             self.missed = 0
             if not self.is_up:
                 self.is_up = True
                 grace_s = self._settings.reconnect_grace_s if self._was_lost else 0.0
                 self.usable_at = asyncio.get_running_loop().time() + grace_s
         else:
-            self.miss()
+            self.record_missed_check()
 
-    def miss(self) -> None:
+    def record_missed_check(self) -> None:
         """The only place where a server goes down, so `on_lost` is called before anything else runs."""
         self.missed += 1
         if self.is_up and self.missed < self._settings.missed_checks:
@@ -164,18 +164,18 @@ class MonitoredServer:
         if is_lost:
             self._on_lost()
 
-    async def look(self) -> bool:
+    async def read_inventory(self) -> bool:
         """Reads the inventory. False: that failed, and the older one stays."""
         self._looked_at = asyncio.get_running_loop().time()
         # Cleared before the look: a request that arrives meanwhile needs another look.
-        was_wanted, self.wants_look = self.wants_look, False
+        was_wanted, self.needs_inventory = self.needs_inventory, False
         try:
             async with asyncio.timeout(self._settings.inventory_timeout_s):
                 self.inventory = await self.connector.inventory()
             self._look_for_missing(self.inventory, is_first=was_wanted)
             return True
         except Exception as error:
-            self.wants_look = self.wants_look or was_wanted
+            self.needs_inventory = self.needs_inventory or was_wanted
             self.reason = f"{self._where}: cannot read its inventory: {_text(error)}"
             _log.warning("%s", self.reason)
             return False
@@ -225,9 +225,6 @@ class MonitoredServer:
 
 
 async def check_all(servers: Sequence[MonitoredServer]) -> None:
-    if len(servers) == 1:
-        await servers[0].check()
-        return
     async with asyncio.TaskGroup() as group:
         for server in servers:
             group.create_task(server.check())

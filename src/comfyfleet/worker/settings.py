@@ -34,6 +34,9 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cancel_settle_s: float = 1.0
     """The run may then end by itself for this long before the agent tears it off."""
     reconcile_timeout_s: float = 10.0
+    report_s: float = 86_400.0
+    """How long the agent goes on to report a run that has ended, after its lease. A hub that was away may still
+    accept the report."""
     max_input_bytes: int = 256 * 1024 * 1024
     """The bound for all input files of a job: they are on the worker's disk during the run."""
 
@@ -114,7 +117,7 @@ async def wait_within(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-def is_worth_a_retry(error: Exception) -> bool:
+def is_retryable(error: Exception) -> bool:
     """Refusals are final, except those that mean "not now". All other errors are faults that may pass."""
     if isinstance(error, Refusal):
         return error.code in (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED)

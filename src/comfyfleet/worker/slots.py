@@ -11,14 +11,14 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from comfyfleet.model.calls import LeasedJob, Poll
 from comfyfleet.model.errors import ComfyFleetError, Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.ports import WorkerApi
 from comfyfleet.worker.journal import StartedAttempt
-from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
+from comfyfleet.worker.settings import AgentSettings, Backoff, is_retryable
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Outage:
     def miss(self, error: Exception) -> None:
         """A call was refused or got no answer. The same cause is logged once."""
         self._beats = 0
-        is_away = is_worth_a_retry(error)
+        is_away = is_retryable(error)
         why = "" if is_away else str(error)
         if why == self._told:
             _log.debug("worker %s: the hub still does not answer: %s", self._worker_id, error)
@@ -66,15 +66,24 @@ class Outage:
         if not self._missed_polls:
             self.answered()
 
-    def beat_missed(self) -> None:
+    def heartbeat_missed(self) -> None:
         self._missed_beats, self._beats = self._told is not None, 0
 
-    def beat_answered(self) -> None:
+    def heartbeat_answered(self) -> None:
         """A parked poll is answered late, so heartbeats can end an outage too: if they were missed, and if
         two in a row are answered with no refused poll between them."""
         self._beats += 1
         if self._missed_beats and self._beats > 1:
             self.answered()
+
+
+class AgentContext(NamedTuple):
+    """What each part of an agent needs."""
+
+    api: WorkerApi
+    worker_id: WorkerId
+    settings: AgentSettings
+    outage: Outage
 
 
 _LONGEST_TURN_S = 0.01
@@ -89,28 +98,22 @@ class Slots:
 
     def __init__(
         self,
-        api: WorkerApi,
-        worker_id: WorkerId,
-        settings: AgentSettings,
+        context: AgentContext,
         take: Callable[[LeasedJob, PollId], Awaitable[None]],
         registration: Callable[[], int],
         register_again: Callable[[int], Awaitable[None]],
         next_begun: Callable[[], StartedAttempt | None],
         clear_away: Callable[[StartedAttempt], Awaitable[None]],
-        outage: Outage,
     ) -> None:
-        self.quiet = asyncio.Event()
+        self.idle = asyncio.Event()
         """Set while no slot polls, runs or reports."""
         self.instance = ""
-        self._api = api
-        self._worker_id = worker_id
-        self._settings = settings
+        self._api, self._worker_id, self._settings, self._outage = context
         self._take = take
         self._registration = registration
         self._register_again = register_again
         self._next_begun = next_begun
         self._clear_away = clear_away
-        self._outage = outage
         self._is_open = asyncio.Event()
         self._parked: set[asyncio.Task[Any]] = set()
         self._recalled: set[asyncio.Task[Any]] = set()
@@ -125,9 +128,9 @@ class Slots:
     def close(self) -> None:
         """Stops polling. Running jobs go on."""
         self._is_open.clear()
-        self.recall()
+        self.cancel_polls()
 
-    def recall(self) -> None:
+    def cancel_polls(self) -> None:
         """Ends the parked polls. While the slots are open they poll again at once, under the same ids."""
         # The calling task is not parked, even if it is listed.
         for task in self._parked - self._recalled - {asyncio.current_task()}:
@@ -175,12 +178,12 @@ class Slots:
     async def _rest(self) -> None:
         self._resting += 1
         if self._resting == self._settings.slots:
-            self.quiet.set()
+            self.idle.set()
         try:
             await self._is_open.wait()
         finally:
             self._resting -= 1
-            self.quiet.clear()
+            self.idle.clear()
 
     async def _poll(self, poll: Poll, backoff: Backoff) -> tuple[bool, LeasedJob | None]:
         task = asyncio.current_task()

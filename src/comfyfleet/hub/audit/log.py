@@ -23,6 +23,7 @@ from comfyfleet.model.errors import ComfyFleetError, Refusal
 from comfyfleet.model.fact import Event, FleetEvent
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.paginator import documents_in
 from comfyfleet.ports import Clock, Document, DocumentStore, RandomSource, Timer
 from comfyfleet.tracing import in_background, log_failure
 from comfyfleet.wire.keys import FORGET, note
@@ -64,12 +65,12 @@ class AuditLog:
         self,
         documents: DocumentStore,
         clock: Clock,
-        chance: RandomSource,
+        rng: RandomSource,
         keep_s: Mapping[Kind, float] = KEEP_S,
     ) -> None:
         self._documents = documents
         self._clock = clock
-        self._chance = chance
+        self._chance = rng
         self._keep_s = keep_s
         self._chains = {
             kind: HashChain(documents, clock, collection) for kind, collection in COLLECTIONS.items()
@@ -102,13 +103,13 @@ class AuditLog:
             ended = msgspec.structs.replace(entry, outcome=outcome, target=target[:_TARGET])
             try:
                 await self._chains["operations"].append(ended)
-                # The answer does not wait: if the removal fails, `tidy` finds the document and the entry.
+                # The answer does not wait: if the removal fails, `clean_up` finds the document and the entry.
                 self._in_background(partial(self._ended, name))
             except ComfyFleetError as error:
                 self._lose(ended, error)
             self._tidy_if_due()
 
-    async def entrance(
+    async def log_success(
         self, entry: AuditEntry, work: Callable[[], Awaitable[A]], made: Callable[[A], str | None]
     ) -> A:
         """For routes without a key: logs successes only. Without an entry there is no answer."""
@@ -132,7 +133,7 @@ class AuditLog:
         self._tidy_if_due()
         return answer
 
-    def happened(self, entry: AuditEntry) -> None:
+    def log_event(self, entry: AuditEntry) -> None:
         """Logs an event in the background."""
         self._in_background(partial(self._append, self._dated(entry)))
 
@@ -173,7 +174,7 @@ class AuditLog:
         now = self._clock.monotonic()
         if now - self._tidied_at >= _TIDY_EVERY_S:
             self._tidied_at = now
-            self._in_background(self.tidy)
+            self._in_background(self.clean_up)
 
     def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         async def guarded() -> None:
@@ -186,7 +187,7 @@ class AuditLog:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         """Completes operations whose hub is gone, and deletes old entries."""
         async with self._tidying:
             await self._complete_abandoned()
@@ -310,7 +311,7 @@ class WorkerLog:
         try:
             while True:
                 self._is_look_pending = False
-                await self.look()
+                await self.poll()
                 if not self._is_look_pending:
                     break
         except ComfyFleetError as error:
@@ -323,7 +324,7 @@ class WorkerLog:
                 clock = self._engine.clock
                 self._timer = clock.call_at(clock.now() + LOOK_S, self._fire)
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Logs changes that no hub has logged yet."""
         for worker in await self._engine.workers(max_age_s=_MAX_AGE_S):
             if self._noted.get(worker.worker_id) != _state_of(worker):
@@ -333,7 +334,7 @@ class WorkerLog:
         while True:
             document = await self._documents.get(COLLECTION, worker_id)
             # Read after the document, so it is never older than the document.
-            worker = await self._engine.store.get_worker(worker_id)
+            worker = await self._engine.reader.get_worker(worker_id)
             if worker is None:
                 return
             now = _state_of(worker)
@@ -343,7 +344,7 @@ class WorkerLog:
                 break
             if await self._documents.put(COLLECTION, worker_id, body, version=version):
                 for action in _between(before, now, was_lost=worker.was_lost):
-                    self._audit.happened(AuditEntry(0.0, "", Role.WORKER, action, worker_id, outcome="done"))
+                    self._audit.log_event(AuditEntry(0.0, "", Role.WORKER, action, worker_id, outcome="done"))
                 break
         self._noted[worker_id] = now
 
@@ -352,13 +353,11 @@ class WorkerLog:
         is_new = worker.connected_at >= self._began - _RECENT_S
         return _Noted(0.0, 0 if is_new else worker.disconnects, True)
 
-    async def tidy(self) -> None:
+    async def clean_up(self) -> None:
         """Deletes the documents of workers that were missing in the store twice in a row."""
-        there = {worker.worker_id for worker in await self._engine.store.workers()}
-        absent, after = set[str](), ""
-        while page := await self._documents.listing(COLLECTION, after, _PAGE):
-            absent |= {each.name for each in page if each.name not in there}
-            after = page[-1].name
+        there = {worker.worker_id for worker in await self._engine.reader.workers()}
+        known = documents_in(self._documents, COLLECTION, size=_PAGE)
+        absent = {each.name async for each in known if each.name not in there}
         for name in absent & self._absent:
             await self._documents.remove(COLLECTION, name)
             self._noted.pop(WorkerId(name), None)

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import FileResponse, Response
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.files.local import LocalFileStore, elsewhere
+from comfyfleet.files.local import LocalFileStore, not_in_folder
 from comfyfleet.files.thumbnails import Thumbnails
 from comfyfleet.hub.files import uploads
 from comfyfleet.hub.files.job_files import JobOutputFiles, reserve_file
@@ -19,7 +19,7 @@ from comfyfleet.hub.files.uploads import Form, boundary_in, is_form
 from comfyfleet.hub.http.body import read_piece
 from comfyfleet.hub.http.credentials import owner_for
 from comfyfleet.hub.http.limits import ByteBudget
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import HubRequest, Reply
 from comfyfleet.model.access import Caller
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -29,7 +29,6 @@ from comfyfleet.ports import FileStore
 from comfyfleet.wire import bodies
 from comfyfleet.wire import files as wire
 from comfyfleet.wire.route import CALLERS
-from comfyfleet.wire.worker import lease_ref
 
 _SHOWN = 100
 _MAX_LOOKED_AT = 2_000
@@ -51,22 +50,6 @@ class FileHandlers:
         self._disk = ByteBudget(uploads.MAX_ALL_SPOOLED_BYTES, "forms", "tenant")
         self._thumbnails = None if assets is None else Thumbnails(assets)
 
-    def bound(self) -> dict[str, Handler]:
-        return {
-            "create_file": self.create,
-            "list_files": self.listing,
-            "delete_file": self.delete,
-            "get_file": self.get,
-            "list_derived": self.derived,
-            "get_thumbnail": self.thumbnail,
-            "complete_file": self.complete,
-            "put_content": self.put_content,
-            "get_content": self.get_content,
-            "part_links": self.part_links,
-            "worker_grants": self.grants,
-            "worker_parts": self.worker_parts,
-        }
-
     @property
     def _assets(self) -> FileStore:
         if self._store is None:
@@ -80,13 +63,13 @@ class FileHandlers:
             raise Refusal(RefusalCode.UNAUTHENTICATED, "the link is not valid (any more): ask for a new one")
         return self._assets
 
-    async def create(self, call: HubRequest[wire.FileBody]) -> Reply:
+    async def create_file(self, call: HubRequest[wire.FileBody]) -> Reply:
         if is_form(call.headers):
             return await self._create_from_form(call)
-        body, owner = call.given, owner_for(call.caller, call.given.tenant)
+        body, owner = call.data, owner_for(call.caller, call.data.tenant)
         await self._check_source(body, owner)
         record = await reserve_file(self._assets, owner, body)
-        return Reply(201, await self._to_put(record), made=record.file_id)
+        return Reply(201, await self._to_put(record), created_id=record.file_id)
 
     async def _create_from_form(self, call: HubRequest[wire.FileBody]) -> Reply:
         upload = uploads.FormUpload(Form(_pieces(call), boundary_in(call.headers)), self._assets, self._disk)
@@ -95,7 +78,7 @@ class FileHandlers:
         await self._check_source(body, owner)
         record = await upload.received(body, owner)
         link = await self._assets.grant(record, "GET")
-        return Reply(201, wire.view(record, link), made=record.file_id)
+        return Reply(201, wire.view(record, link), created_id=record.file_id)
 
     async def _check_source(self, body: wire.FileBody, owner: TenantId) -> None:
         if body.source is not None:
@@ -107,9 +90,9 @@ class FileHandlers:
                     field="source",
                 )
 
-    async def listing(self, call: HubRequest[wire.FilesQuery]) -> Reply:
+    async def list_files(self, call: HubRequest[wire.FilesQuery]) -> Reply:
         """Reads a bounded number of records, so a page with a cursor may be short or empty."""
-        asked, tenant = call.given, call.caller.scope
+        asked, tenant = call.data, call.caller.scope
         if asked.tenant is not None:
             if not call.caller.sees(TenantId(asked.tenant)):
                 return Reply(200, wire.FileList(()))
@@ -133,7 +116,7 @@ class FileHandlers:
         is_there = record.received_at is not None
         return wire.view(record, await self._assets.grant(record, "GET") if is_there else None)
 
-    async def delete(self, call: HubRequest[None]) -> Reply:
+    async def delete_file(self, call: HubRequest[None]) -> Reply:
         record = await self._mine(call)
         if await self._engine.uses_file(record.file_id) or await self._is_of_open_job(record):
             raise Refusal(
@@ -148,10 +131,10 @@ class FileHandlers:
         """An output of a running job is needed for its completion."""
         if record.kind != "output" or record.job_id is None:
             return False
-        dispatch = await self._engine.store.load(record.job_id)
+        dispatch = await self._engine.reader.load(record.job_id)
         return dispatch is not None and not dispatch.phase.is_final
 
-    async def get(self, call: HubRequest[None]) -> Reply:
+    async def get_file(self, call: HubRequest[None]) -> Reply:
         record = await self._mine(call)
         derived, _ = await self._assets.derived(record, limit=_SHOWN)
         if record.received_at is not None:
@@ -162,8 +145,8 @@ class FileHandlers:
             seen = await self._to_put(record) if is_callers else wire.view(record)
         return Reply(200, wire.details(seen, derived))
 
-    async def derived(self, call: HubRequest[bodies.PageQuery]) -> Reply:
-        record, asked = await self._mine(call), call.given
+    async def list_derived(self, call: HubRequest[bodies.PageQuery]) -> Reply:
+        record, asked = await self._mine(call), call.data
         found, cursor = await self._assets.derived(record, asked.cursor or "", asked.limit)
         views = [wire.view(each, await self._assets.grant(each, "GET")) for each in found]
         return Reply(200, wire.FileList(tuple(views), cursor))
@@ -173,22 +156,22 @@ class FileHandlers:
         is_whole = plan is None or not plan.is_required
         return wire.view(record, await self._assets.grant(record, "PUT") if is_whole else None, plan)
 
-    async def thumbnail(self, call: HubRequest[wire.ThumbnailQuery]) -> Reply:
+    async def get_thumbnail(self, call: HubRequest[wire.ThumbnailQuery]) -> Reply:
         record = await self._mine(call)
         assert self._thumbnails is not None, "a file was found, so files are kept"
-        made = await self._thumbnails.get(record, call.given.size)
+        made = await self._thumbnails.get(record, call.data.size)
         return Reply(200, wire.view(made, await self._assets.grant(made, "GET")))
 
     async def part_links(self, call: HubRequest[wire.PartsBody]) -> Reply:
         record = await self._mine(call)
-        return Reply(200, await self._part_links(record, call.given.parts))
+        return Reply(200, await self._part_links(record, call.data.parts))
 
     async def _part_links(self, record: FileRecord, parts: Sequence[wire.PartBody]) -> wire.PartGrants:
         digests = {part.number: part.sha256 for part in parts}
         found = dict(zip(digests, await self._assets.part_grants(record, digests), strict=True))
         return wire.PartGrants(tuple(found[part.number] for part in parts))
 
-    async def complete(self, call: HubRequest[None]) -> Reply:
+    async def complete_file(self, call: HubRequest[None]) -> Reply:
         record = await self._assets.complete((await self._mine(call)).file_id)
         return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
 
@@ -200,7 +183,7 @@ class FileHandlers:
         return record
 
     async def put_content(self, call: HubRequest[wire.LinkQuery]) -> Reply:
-        asked = call.given
+        asked = call.data
         record = await self._local.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
         received = await self._local.receive(record, _pieces(call))
         if received.kind == "output":
@@ -209,13 +192,13 @@ class FileHandlers:
         return Reply(200, wire.view(received))
 
     async def get_content(self, call: HubRequest[wire.LinkQuery]) -> Reply | Response:
-        asked = call.given
+        asked = call.data
         record = await self._local.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
         path = self._local.path(record)
         if record.received_at is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} has not been received yet")
         if not path.is_file():
-            raise elsewhere(record)
+            raise not_in_folder(record)
         etag = f'"{record.sha256}"'
         if _matches(call.headers.get("if-none-match", ""), etag):
             return Response(status_code=304, headers={"etag": etag, **_GUARDS})
@@ -227,19 +210,19 @@ class FileHandlers:
             headers={"etag": etag, **_GUARDS},
         )
 
-    async def grants(self, call: HubRequest[wire.GrantsBody]) -> Reply:
-        outputs, ref = self._outputs, lease_ref(call.given.lease)
+    async def worker_grants(self, call: HubRequest[wire.GrantsBody]) -> Reply:
+        outputs, ref = self._outputs, call.data.lease
         dispatch = _check_lease(call.caller, await outputs.leased(ref))
-        records = await outputs.announce(dispatch, ref, call.given.files)
+        records = await outputs.announce(dispatch, ref, call.data.files)
         return Reply(200, wire.FileGrants(tuple([await self._to_put(each) for each in records])))
 
     async def worker_parts(self, call: HubRequest[wire.WorkerPartsBody]) -> Reply:
-        ref = lease_ref(call.given.lease)
+        ref = call.data.lease
         dispatch = _check_lease(call.caller, await self._outputs.leased(ref))
-        record = await self._assets.get(call.given.file_id, dispatch.tenant)
+        record = await self._assets.get(call.data.file_id, dispatch.tenant)
         if record is None or record.attempt_id != ref.attempt_id:
-            raise Refusal(RefusalCode.NOT_FOUND, f"this attempt has no file {call.given.file_id!r}")
-        return Reply(200, await self._part_links(record, call.given.parts))
+            raise Refusal(RefusalCode.NOT_FOUND, f"this attempt has no file {call.data.file_id!r}")
+        return Reply(200, await self._part_links(record, call.data.parts))
 
     @property
     def _outputs(self) -> JobOutputFiles:

@@ -22,7 +22,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Job, JobInput, Submission
 from comfyfleet.ports import FileStore
 from comfyfleet.wire.files import FileBody, OutputBody
-from comfyfleet.wire.worker import LeaseInputs, lease_body
+from comfyfleet.wire.worker import LeaseInputs
 
 
 class JobInputFiles:
@@ -65,7 +65,7 @@ class JobInputFiles:
             return each
         assert self._assets is not None
         record = await self._assets.get(each.file, tenant)
-        if record is None or record.tenant != tenant or self._assets.is_old(record):
+        if record is None or record.tenant != tenant or self._assets.is_expired(record):
             raise Refusal(
                 RefusalCode.INVALID_REQUEST, f"there is no file {each.file!r} (any more)", field="inputs"
             )
@@ -90,7 +90,7 @@ class JobInputFiles:
         """Adds a link to each file, valid for a short time."""
         if not job.inputs:
             return job
-        kept = await self._engine.store.records.get(job.job_id)
+        kept = await self._engine.reader.records.get(job.job_id)
         if kept is None:
             return job
         return msgspec.structs.replace(job, inputs=await self._links(kept, job.inputs))
@@ -99,9 +99,9 @@ class JobInputFiles:
         """New links for leases that are alive."""
         found = []
         for ref in refs:
-            job = await self._engine.store.records.get(ref.job_id)
+            job = await self._engine.reader.records.get(ref.job_id)
             if job is not None and (files := job.payload.input_files):
-                found.append(LeaseInputs(lease_body(ref), await self._links(job, files)))
+                found.append(LeaseInputs(ref, await self._links(job, files)))
         return tuple(found)
 
     async def _links(self, job: Job, files: Sequence[InputFile]) -> tuple[InputFile, ...]:
@@ -131,7 +131,7 @@ class JobOutputFiles:
 
     async def leased(self, ref: LeaseRef) -> Dispatch:
         """The dispatch, if the lease is alive."""
-        dispatch = await self._engine.store.load(ref.job_id)
+        dispatch = await self._engine.reader.load(ref.job_id)
         if dispatch is None or not _holds(dispatch, ref):
             raise Refusal(RefusalCode.LEASE_LOST, "the lease has ended: its files are not kept")
         return dispatch
@@ -139,7 +139,7 @@ class JobOutputFiles:
     async def announce(
         self, dispatch: Dispatch, ref: LeaseRef, outputs: tuple[OutputBody, ...]
     ) -> list[FileRecord]:
-        job = await self._engine.store.records.get(ref.job_id)
+        job = await self._engine.reader.records.get(ref.job_id)
         inputs = () if job is None else tuple(dict.fromkeys(each.file_id for each in job.payload.input_files))
         return [
             await self._assets.reserve(

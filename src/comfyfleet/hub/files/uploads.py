@@ -180,7 +180,7 @@ class FormUpload:
         if isinstance(self._assets, LocalFileStore) or body.size is not None:
             return await self._take(body, owner, self._pieces())
         with UploadSpool(self._disk, owner) as spool:
-            async with aclosing(self._assets.arriving(owner, self._pieces())) as pieces:
+            async with aclosing(self._assets.metered(owner, self._pieces())) as pieces:
                 size, digest = await spool.fill(pieces)
             if body.sha256 is not None and body.sha256 != digest:
                 raise _wrong("the file's SHA-256 differs from the one in the form: send it again")
@@ -247,7 +247,7 @@ class UploadSpool:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        self._disk.give_back(self._owner, self._taken)
+        self._disk.release(self._owner, self._taken)
 
     async def fill(self, pieces: AsyncIterator[bytes]) -> tuple[int, str]:
         digest = hashlib.sha256()

@@ -230,11 +230,11 @@ class BodyReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self._held:
-            self._bodies.budget.give_back(self._key_id, self._held)
+            self._bodies.budget.release(self._key_id, self._held)
             self._held = 0
 
     async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes | bytearray:
@@ -389,7 +389,8 @@ def parse(decoder: JsonDecoder, body: bytes | bytearray) -> Any:
     except msgspec.ValidationError as error:
         raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not valid: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not JSON: {error}") from error
+        why = error if body else "it is empty"
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not JSON: {why}") from error
 
 
 def _check_and_parse(decoder: JsonDecoder, body: bytes, bound: BodyLimit) -> Any:

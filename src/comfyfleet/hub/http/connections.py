@@ -2,7 +2,8 @@
 
 uvicorn waits without end for an incomplete request and for a client that reads nothing, and it parses all
 that has arrived at once. This module ends slow connections and lets others take their turn. It subclasses
-uvicorn's protocol because no public setting bounds these. `limits.py` bounds the connections of each key.
+uvicorn's protocol because no public setting bounds these (docs/decisions/0054). `limits.py`
+bounds the connections of each key.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Connections:
         self.start()
         now = asyncio.get_running_loop().time()
         for connection in list(self.open):
-            connection.look(now)
+            connection.check_timeouts(now)
 
 
 def _connection_capacity() -> float:
@@ -214,7 +215,7 @@ class Connection(HttpToolsProtocol):
         self._arriving_since = None
         super().on_message_complete()
 
-    def look(self, now: float) -> None:
+    def check_timeouts(self, now: float) -> None:
         limits = self._all.limits
         if self._arriving_since is not None:
             # A large body on a slow line may take long, but it must progress.

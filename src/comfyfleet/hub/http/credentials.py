@@ -17,14 +17,16 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.job_operations import no_job
 from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
-from comfyfleet.hub.maintenance import BackgroundJob
 from comfyfleet.model.access import Caller, Role
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
+from comfyfleet.model.recent import RecentDict
 from comfyfleet.ports import Clock
 from comfyfleet.tenancy.keys import Keys
+from comfyfleet.tracing import BackgroundJob
 from comfyfleet.wire.bodies import SubmitBody, named_tenant
 
 _MAX_REMEMBERED = 10_000
@@ -34,13 +36,11 @@ class WorkersByKey:
     def __init__(self, engine: Engine, keys: Keys) -> None:
         self._engine = engine
         self._keys = keys
-        self._last: dict[WorkerId, str] = {}
+        self._last: RecentDict[WorkerId, str] = RecentDict(_MAX_REMEMBERED)
 
-    def heard(self, caller: Caller, worker_id: WorkerId) -> None:
+    def record_worker(self, caller: Caller, worker_id: WorkerId) -> None:
         if caller.role is Role.WORKER and self._last.get(worker_id) != caller.key_id:
             self._last[worker_id] = caller.key_id
-            if len(self._last) > _MAX_REMEMBERED:
-                del self._last[next(iter(self._last))]
 
     def keys(self) -> set[str]:
         return set(self._last.values())
@@ -52,7 +52,7 @@ class WorkersByKey:
             gone.append(named)
         for worker_id in gone:
             self._last.pop(worker_id, None)
-            await self._engine.expel_worker(worker_id, "its key was revoked, or has expired")
+            await self._engine.evict_worker(worker_id, "its key was revoked, or has expired")
 
 
 _LOG = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ class Authenticator:
         self._refusals = RequestRate(
             limits.refusals_per_s, limits.refusals_burst, clock.monotonic, "wrong keys from one address"
         )
-        self._known: dict[bytes, tuple[Caller, float]] = {}
-        self._wrong: dict[bytes, float] = {}
+        self._known: RecentDict[bytes, tuple[Caller, float]] = RecentDict(_MAX_REMEMBERED)
+        self._wrong: RecentDict[bytes, float] = RecentDict(_MAX_REMEMBERED)
         """Keys that were just refused, and until when they are not looked up again."""
 
     async def caller(
@@ -100,10 +100,10 @@ class Authenticator:
             key = None
         if key is None:
             self._known.pop(digest, None)
-            self._note_wrong(digest, now)
+            self._wrong[digest] = now + _REMEMBER_S
             # The same wrong key again costs no lookup; different ones are limited per second.
             self._refusals.check(address)
-            self._refusals.spend(address)
+            self._refusals.take_token(address)
             raise Refusal(
                 RefusalCode.UNAUTHENTICATED,
                 "the key is not valid: it is unknown, revoked, expired or misspelled",
@@ -114,17 +114,9 @@ class Authenticator:
             if end is not None:
                 good_until = min(good_until, now + end - self._clock.now())
         self._known[digest] = (caller, good_until)
-        if len(self._known) > _MAX_REMEMBERED:
-            del self._known[next(iter(self._known))]
         return caller
 
-    def _note_wrong(self, digest: bytes, now: float) -> None:
-        self._wrong.pop(digest, None)
-        self._wrong[digest] = now + _REMEMBER_S
-        if len(self._wrong) > _MAX_REMEMBERED:
-            del self._wrong[next(iter(self._wrong))]
-
-    def forget(self, key_id: str) -> None:
+    def evict(self, key_id: str) -> None:
         """Drops the key from the cache."""
         for digest in [digest for digest, (caller, _) in self._known.items() if caller.key_id == key_id]:
             del self._known[digest]
@@ -222,12 +214,7 @@ async def check_sees(caller: Caller, engine: Engine, job_id: JobId) -> None:
 
 async def visible_job(caller: Caller, engine: Engine, job_id: JobId) -> Dispatch:
     """The job, or `not_found` if the caller may not see it."""
-    dispatch = await engine.store.load(job_id)
+    dispatch = await engine.reader.load(job_id)
     if dispatch is None or not caller.sees(dispatch.tenant):
         raise no_job(job_id)
     return dispatch
-
-
-def no_job(job_id: JobId) -> Refusal:
-    """The same text as the engine's, so that nobody learns that another tenant has such a job."""
-    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")

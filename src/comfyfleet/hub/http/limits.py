@@ -18,7 +18,8 @@ from msgspec import Meta
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
-from comfyfleet.policy.rate_limit import TokenBucket, TokenDraw, draw
+from comfyfleet.model.recent import RecentDict
+from comfyfleet.policy.admission import TokenBucket, TokenDraw, take_tokens
 from comfyfleet.ports import Clock, DocumentStore
 from comfyfleet.wire.route import LARGE_BYTES
 from comfyfleet.wire.websocket import AGENT_MESSAGE_BYTES
@@ -106,7 +107,7 @@ class ByteBudget:
         self._by_holder[holder] += size
         self.held += size
 
-    def give_back(self, holder: str, size: int) -> None:
+    def release(self, holder: str, size: int) -> None:
         self.held -= size
         subtract(self._by_holder, holder, size)
 
@@ -120,7 +121,7 @@ class RequestRate:
         self._per_s = per_s
         self._burst = float(burst)
         self._now = now
-        self._buckets: dict[str, tuple[float, float]] = {}
+        self._buckets: RecentDict[str, tuple[float, float]] = RecentDict(_MAX_BUCKETS)
 
     def take(self, name: str) -> None:
         now = self._now()
@@ -133,7 +134,7 @@ class RequestRate:
         if name in self._buckets:
             self._check(self._left(name, self._now()))
 
-    def spend(self, name: str) -> None:
+    def take_token(self, name: str) -> None:
         """Takes a token without a check, for an event that has already happened."""
         now = self._now()
         self._keep(name, max(0.0, self._left(name, now) - 1.0), now)
@@ -152,11 +153,8 @@ class RequestRate:
         return min(self._burst, left + (now - at) * self._per_s)
 
     def _keep(self, name: str, left: float, now: float) -> None:
-        self._buckets.pop(name, None)
+        # It drops the name that was idle longest, which has the fullest bucket.
         self._buckets[name] = (left, now)
-        if len(self._buckets) > _MAX_BUCKETS:
-            # The name that was idle longest has the fullest bucket.
-            del self._buckets[next(iter(self._buckets))]
 
 
 Kind = Literal["stream", "socket", "poll"]
@@ -255,7 +253,7 @@ class RateLimiter:
         self._documents = documents
         self._clock = clock
         self._is_shared = is_shared
-        self._local_tokens: dict[TenantId, _LocalTokens] = {}
+        self._local_tokens: RecentDict[TenantId, _LocalTokens] = RecentDict(_MAX_TENANTS)
 
     async def take(self, tenant: TenantId, per_minute: int) -> None:
         """Takes one token, or refuses and says when the next one is available."""
@@ -263,7 +261,7 @@ class RateLimiter:
         async with local_tokens.lock:
             if not local_tokens.tokens and (passed := self._clock.monotonic()) >= local_tokens.empty_until:
                 drawn = await self._draw(tenant, local_tokens, per_minute)
-                local_tokens.tokens = drawn.turns
+                local_tokens.tokens = drawn.tokens
                 local_tokens.empty_until = passed + drawn.wait_s
             if not local_tokens.tokens:
                 wait_s = max(0.001, local_tokens.empty_until - self._clock.monotonic())
@@ -277,15 +275,15 @@ class RateLimiter:
 
     async def _draw(self, tenant: TenantId, local_tokens: _LocalTokens, per_minute: int) -> TokenDraw:
         if not self._is_shared:
-            drawn = draw(local_tokens.bucket, per_minute, 1, self._clock.monotonic())
+            drawn = take_tokens(local_tokens.bucket, per_minute, 1, self._clock.monotonic())
             local_tokens.bucket = drawn.bucket
             return drawn
         for _ in range(_TRIES):
             document, now = await self._documents.get(COLLECTION, tenant), self._clock.now()
             bucket = None if document is None else _buckets.decode(document.body)
-            drawn = draw(bucket, per_minute, max(1, per_minute // _LOCAL_TOKENS), now)
+            drawn = take_tokens(bucket, per_minute, max(1, per_minute // _LOCAL_TOKENS), now)
             version = 0 if document is None else document.version
-            if not drawn.turns or await self._documents.put(
+            if not drawn.tokens or await self._documents.put(
                 COLLECTION, tenant, msgspec.json.encode(drawn.bucket), version=version
             ):
                 return drawn
@@ -295,9 +293,6 @@ class RateLimiter:
         )
 
     def _tokens_of(self, tenant: TenantId) -> _LocalTokens:
-        local_tokens = self._local_tokens.pop(tenant, None) or _LocalTokens()
-        self._local_tokens[tenant] = local_tokens
-        if len(self._local_tokens) > _MAX_TENANTS:
-            # The tenant that was idle longest. A task that waits for its lock keeps its own reference.
-            del self._local_tokens[next(iter(self._local_tokens))]
+        # It drops the tenant that was idle longest. A task that waits for its lock keeps its own reference.
+        local_tokens = self._local_tokens[tenant] = self._local_tokens.get(tenant) or _LocalTokens()
         return local_tokens

@@ -39,7 +39,7 @@ from comfyfleet.model.access import AuditEntry, Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import parse_traceparent
 from comfyfleet.wire.bodies import RawSubmitBody, SubmitDecoder
-from comfyfleet.wire.problems import CONTENT_TYPE, ProblemAnswer, answer_to
+from comfyfleet.wire.problems import CONTENT_TYPE, ProblemAnswer, problem_response
 from comfyfleet.wire.route import Route
 
 _LOG = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ G = TypeVar("G")
 
 
 class HubRequest(Generic[G]):
-    """One request for a handler. `given` is its body, or its query if it has no body."""
+    """One request for a handler. `data` is its body, or its query if it has no body."""
 
     __slots__ = (
         "caller",
-        "given",
+        "data",
         "headers",
         "is_large",
         "parameters",
@@ -83,13 +83,13 @@ class HubRequest(Generic[G]):
         self.request_id = _request_id(self.headers)
         self.caller = _NOBODY
         self.is_large = False
-        """Whether processing `given` would block the event loop."""
-        self.given: G
+        """Whether processing `data` would block the event loop."""
+        self.data: G
 
     def take(self) -> G:
-        """Hands over `given`, so that the caller can free a large body as soon as it is decoded."""
-        given = self.given
-        del self.given
+        """Hands over `data`, so that the caller can free a large body as soon as it is decoded."""
+        given = self.data
+        del self.data
         return given
 
     @property
@@ -107,7 +107,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     body: Any = None
     headers: dict[str, str] | None = None
     content_type: str = "application/json"
-    made: str | None = None
+    created_id: str | None = None
     """The id of the object that was created, for the audit log."""
 
 
@@ -174,9 +174,9 @@ class RequestPipeline:
         call: HubRequest[Any] = HubRequest(found.route, scope, receive, found.parameters)
         tracing.begin(request_id=call.request_id)
         if (trace := call.traceparent) is not None:
-            tracing.note(traceparent=trace)
+            tracing.bind_log_fields(traceparent=trace)
         if (job_id := found.parameters.get("job_id")) is not None:
-            tracing.note(job_id=job_id)
+            tracing.bind_log_fields(job_id=job_id)
         self._in_flight += 1
         try:
             status = await self._answer(call, send)
@@ -243,15 +243,15 @@ class RequestPipeline:
             self._rate.take(call.address)
         if route.takes_form and is_form(call.headers):
             assert route.decodes is not None, "a route with a form also takes a body"
-            call.given = route.decodes()
+            call.data = route.decodes()
         elif route.body is not None:
             key_id = call.caller.key_id if route.roles else call.address
             with BodyReader(self._bodies, self._bounds[route.name], key_id) as reading:
-                call.given = await self._body(call, reading)
-                if not route.parks:
+                call.data = await self._body(call, reading)
+                if not route.is_long_poll:
                     return await self._run(call)
         elif route.query is not None:
-            call.given = read_query(call.scope["query_string"], route.query)
+            call.data = read_query(call.scope["query_string"], route.query)
         return await self._run(call)
 
     async def _run(self, call: HubRequest[Any]) -> Reply | Response:
@@ -259,7 +259,7 @@ class RequestPipeline:
         handler = self._handlers[route.name]
         if route.audited is not None:
             return await self._audited(call, handler)
-        if not route.parks:
+        if not route.is_long_poll:
             return await handler(call)
         if self._is_closing:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
@@ -278,7 +278,7 @@ class RequestPipeline:
             call.request_id,
             call.address,
         )
-        note = self._audit.operation if route.roles else self._audit.entrance
+        note = self._audit.operation if route.roles else self._audit.log_success
         if route.audited == "jobs":
             note = self._audit.job_change
         return await note(entry, lambda: handler(call), _made)
@@ -325,6 +325,17 @@ class RequestPipeline:
             watch.cancel()
 
 
+def handlers_in(*owners: object) -> dict[str, Handler]:
+    """The public methods that take a `call`, by name: a method serves the route that has its name."""
+    found: dict[str, Handler] = {}
+    for owner in owners:
+        for name, method in vars(type(owner)).items():
+            if not name.startswith("_") and "call" in getattr(method, "__annotations__", ()):
+                assert name not in found, f"two handlers are named {name}"
+                found[name] = getattr(owner, name)
+    return found
+
+
 def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> None:
     """Every route has a handler and every handler a route, with the same body type."""
     names = {route.name for route in routes}
@@ -336,7 +347,7 @@ def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> 
 
 
 def _made(reply: Reply | Response) -> str | None:
-    return reply.made if isinstance(reply, Reply) else None
+    return reply.created_id if isinstance(reply, Reply) else None
 
 
 def problem_of(error: Exception, log: logging.Logger, what: str, request_id: str = "") -> ProblemAnswer:
@@ -345,7 +356,7 @@ def problem_of(error: Exception, log: logging.Logger, what: str, request_id: str
     if not isinstance(error, Refusal | Fault):
         incident = secrets.token_hex(8)
         log.error("incident %s: %s failed", incident, what, exc_info=error)
-    return answer_to(error, request_id, incident)
+    return problem_response(error, request_id, incident)
 
 
 async def until_disconnected(receive: Receive) -> None:
@@ -417,12 +428,14 @@ async def _send_no_route(scope: Scope, methods: tuple[str, ...], send: Send) -> 
     """Answers an unknown path, or a method that the path does not allow."""
     path, request_id = scope["path"], _request_id(_headers(scope))
     if not methods:
-        answered = answer_to(Refusal(RefusalCode.NOT_FOUND, f"there is nothing at {path!r}"), request_id)
+        answered = problem_response(
+            Refusal(RefusalCode.NOT_FOUND, f"there is nothing at {path!r}"), request_id
+        )
         await _send_problem(answered, request_id, scope, send)
         return
     allow = ", ".join(methods)
     message = f"{path!r} does not allow {scope['method']}; it allows {allow}"
-    body = answer_to(Refusal(RefusalCode.INVALID_REQUEST, message), request_id).body | {"status": 405}
+    body = problem_response(Refusal(RefusalCode.INVALID_REQUEST, message), request_id).body | {"status": 405}
     headers = [(b"content-type", CONTENT_TYPE.encode()), (b"allow", allow.encode())]
     headers.append((b"x-request-id", request_id.encode("latin-1")))
     await _send(scope, send, 405, headers, b"" if scope["method"] == "HEAD" else _ENCODER.encode(body))

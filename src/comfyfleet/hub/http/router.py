@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.wire.bodies import WholeQuery
+from comfyfleet.wire.bodies import OptionalPageQuery
 from comfyfleet.wire.route import Route
 
 _ANY = "/"
@@ -118,7 +118,7 @@ def read_query(raw: bytes, kind: type[Any]) -> Any:
 
 
 def page_of(
-    found: Sequence[T], asked: WholeQuery, name: Callable[[T], str]
+    found: Sequence[T], asked: OptionalPageQuery, name: Callable[[T], str]
 ) -> tuple[Sequence[T], str | None]:
     """One page of a complete list, and the cursor of the next page."""
     if asked.limit is None and asked.cursor is None:

@@ -57,11 +57,11 @@ class Feed:
     def watchers(self) -> int:
         return len(self._watchers)
 
-    def join(self, wake: Callable[[], None]) -> None:
+    def subscribe(self, wake: Callable[[], None]) -> None:
         """The feed calls `wake` when there may be more to read."""
         self._watchers[wake] = None
 
-    def leave(self, wake: Callable[[], None]) -> None:
+    def unsubscribe(self, wake: Callable[[], None]) -> None:
         self._watchers.pop(wake, None)
 
     def add(self, entry: FeedEntry, *, only_newest: bool = False) -> None:
@@ -79,9 +79,9 @@ class Feed:
                     del self._entries[self.lost]
         self._entries[self.head] = entry
         self._joined.clear()
-        self.ring()
+        self.wake_watchers()
 
-    def ring(self) -> None:
+    def wake_watchers(self) -> None:
         """Wakes the watchers once for all entries of one loop iteration, or of the pause after it."""
         if not self._is_waking:
             self._is_waking = True
@@ -116,7 +116,7 @@ class Feed:
 
     def end(self) -> None:
         self.is_over = True
-        self.ring()
+        self.wake_watchers()
 
     def __iter__(self) -> Iterator[FeedEntry]:
         return iter(self._entries.values())

@@ -17,6 +17,7 @@ from comfyfleet.hub.streams.feed import Feed, FeedEntry
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, FleetEvent, ProgressKind
 from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.recent import RecentDict
 from comfyfleet.tracing import in_background, log_failure
 from comfyfleet.wire.progress import EventsQuery, FleetBody, fleet_body
 
@@ -58,21 +59,21 @@ class FleetFeed(Feed):
         super().__init__(_KEEP)
         self._engine = engine
         self._pending: deque[Event] = deque(maxlen=_MAX_PENDING)
-        self._labels: dict[JobId, _Label] = {}
+        self._labels: RecentDict[JobId, _Label] = RecentDict(_MAX_LABELS)
         self._publishing: asyncio.Task[None] | None = None
         self._leave_bus: Callable[[], object] | None = None
 
-    def join(self, wake: Callable[[], None]) -> None:
-        super().join(wake)
+    def subscribe(self, wake: Callable[[], None]) -> None:
+        super().subscribe(wake)
         if self._leave_bus is None:
             leave_bus, leave_others = (
                 self._engine.bus.listen(self._on_event),
-                self._engine.elsewhere(self._on_event),
+                self._engine.listen_remote(self._on_event),
             )
             self._leave_bus = lambda: (leave_bus(), leave_others())
 
-    def leave(self, wake: Callable[[], None]) -> None:
-        super().leave(wake)
+    def unsubscribe(self, wake: Callable[[], None]) -> None:
+        super().unsubscribe(wake)
         if not self.watchers:
             self.close()
 
@@ -118,16 +119,14 @@ class FleetFeed(Feed):
     async def _label(self, job_id: JobId) -> _Label:
         known = self._labels.get(job_id)
         if known is None:
-            store = self._engine.store
+            reader = self._engine.reader
             try:
                 async with asyncio.timeout(_LABEL_S):
-                    record = await store.records.get(job_id)
+                    record = await reader.records.get(job_id)
             except (Fault, TimeoutError):
                 # The tenant's database is away. The store knows the tenant, and other events must not wait.
-                dispatch = await store.load(job_id)
+                dispatch = await reader.load(job_id)
                 return None if dispatch is None else dispatch.tenant, None
             known = (None, None) if record is None else (record.tenant, record.payload.metadata)
-            if len(self._labels) >= _MAX_LABELS:
-                del self._labels[next(iter(self._labels))]
             self._labels[job_id] = known
         return known

@@ -14,9 +14,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.job_operations import read_together
-from comfyfleet.hub.http.credentials import no_job
-from comfyfleet.hub.local_worker_api import made_safe
+from comfyfleet.engine.job_operations import no_job, read_together
+from comfyfleet.hub.local_worker_api import sanitized
 from comfyfleet.hub.streams.feed import Feed, FeedEntry
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault, Refusal
@@ -24,7 +23,7 @@ from comfyfleet.model.fact import Event, Fact, ProgressEvent, ProgressKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.tracing import in_background, log_failure
-from comfyfleet.wire.progress import ProgressBody, fact_body, progress_event_body, remaining_s, told
+from comfyfleet.wire.progress import ProgressBody, fact_body, known_fields, progress_event_body, remaining_s
 from comfyfleet.wire.status_names import status_name
 
 _ALL = {"percentage": 100.0}
@@ -84,7 +83,7 @@ class JobProgress:
         if progress.kind is ProgressKind.STARTED:
             self._started_at = progress.at
         elif progress.kind is ProgressKind.PROGRESS:
-            self._reported = told(progress.data)
+            self._reported = known_fields(progress.data)
             self._remaining_s, self._reported_at = remaining_s(progress.data), progress.at
 
     def body(self, now: float) -> ProgressBody:
@@ -111,7 +110,7 @@ async def progress_of(engine: Engine, dispatch: Dispatch, record: Job) -> JobPro
     if dispatch.lease is not None:
         expected_s = await engine.expected_s(dispatch.workflow_hash, dispatch.lease.worker_id)
     job_progress = JobProgress(dispatch, record, expected_s)
-    if dispatch.lease is not None and (progress := await engine.newest(dispatch)) is not None:
+    if dispatch.lease is not None and (progress := await engine.latest_progress(dispatch)) is not None:
         job_progress.update(progress)
     return job_progress
 
@@ -164,7 +163,7 @@ class JobChannel(Feed):
             return
         if isinstance(event, Fact):
             if event.number > self.last_published:
-                self.look()
+                self.read_soon()
         elif event.kind is ProgressKind.PREVIEW:
             self.add(FeedEntry(event.kind.value, progress_event_body(event)), only_newest=True)
         else:
@@ -186,7 +185,8 @@ class JobChannel(Feed):
             self._timer.cancel()
         self.end()
 
-    def look(self) -> None:
+    def read_soon(self) -> None:
+        """Reads the job from the store in the background. A call during a read causes one more read."""
         if self._reading is not None:
             self._is_look_pending = True
         elif not self.is_over:
@@ -212,20 +212,20 @@ class JobChannel(Feed):
             self._reading = None
 
     def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self.look)
+        self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self.read_soon)
 
     async def _read(self) -> None:
         """Reads the facts and then the job. If they disagree about the end, the job changed in between and
         both are read again: the end is published with its result, or not yet."""
-        store = self._engine.store
+        reader = self._engine.reader
         for _ in range(_TRIES):
-            facts = await store.facts(self.job_id, self.last_published)
+            facts = await reader.facts(self.job_id, self.last_published)
             if not facts and self.facts:
                 # Nothing new, or the job was deleted.
-                if await store.load(self.job_id) is None:
+                if await reader.load(self.job_id) is None:
                     raise no_job(self.job_id)
                 return
-            found = await read_together(store, self.job_id)
+            found = await read_together(reader, self.job_id)
             if found is None or not facts:
                 raise no_job(self.job_id)
             dispatch, record = found
@@ -238,7 +238,7 @@ class JobChannel(Feed):
         self.tenant = record.tenant
         self._progress = await progress_of(self._engine, dispatch, record)
         is_over = facts[-1].kind.is_final
-        result = None if record.result is None else await made_safe(record.result)
+        result = None if record.result is None else await sanitized(record.result)
         for fact in facts:
             outcome = (result, record.failure) if is_over and fact is facts[-1] else ()
             entry = FeedEntry(fact.kind.value, fact_body(fact, *outcome), fact.number)
@@ -268,8 +268,8 @@ class JobChannels:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def enter(self, job_id: JobId, wake: Callable[[], None]) -> JobChannel:
-        """Raises `not_found`. The caller must call `leave` afterwards."""
+    async def subscribe(self, job_id: JobId, wake: Callable[[], None]) -> JobChannel:
+        """Raises `not_found`. The caller must call `unsubscribe` afterwards."""
         while True:
             channel = self._open.get(job_id)
             if channel is None:
@@ -285,12 +285,12 @@ class JobChannels:
                     loading.add_done_callback(lambda _: self._close_if_empty(job_id))
                     raise
             if (channel.is_over and not channel.is_closed) or self._open.get(job_id) is channel:
-                channel.join(wake)
+                channel.subscribe(wake)
                 return channel
             # All other watchers left before this one resumed.
 
-    def leave(self, channel: JobChannel, wake: Callable[[], None]) -> None:
-        channel.leave(wake)
+    def unsubscribe(self, channel: JobChannel, wake: Callable[[], None]) -> None:
+        channel.unsubscribe(wake)
         self._close_if_empty(channel.job_id)
 
     async def _load(self, job_id: JobId) -> JobChannel:
@@ -299,9 +299,9 @@ class JobChannels:
         if not channel.is_over:
             self._open[job_id] = channel
             following = self._following[job_id] = ExitStack()
-            following.enter_context(self._engine.following(job_id, channel.last_published, channel.look))
+            following.enter_context(self._engine.following(job_id, channel.last_published, channel.read_soon))
             # Events between the read and now went unnoticed.
-            channel.look()
+            channel.read_soon()
         return channel
 
     def _ended(self, channel: JobChannel) -> None:

@@ -16,9 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.http.credentials import check_sees, no_job, visible_job
+from comfyfleet.engine.job_operations import no_job
+from comfyfleet.hub.http.credentials import check_sees, visible_job
 from comfyfleet.hub.http.limits import ClientDisconnected, ConnectionLimits
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply, until_disconnected
+from comfyfleet.hub.http.pipeline import HubRequest, Reply, until_disconnected
 from comfyfleet.hub.streams.feed import Feed, FeedEntry
 from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
 from comfyfleet.hub.streams.job_channels import JobChannels, progress_of
@@ -54,7 +55,7 @@ class Watcher:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def beat(self) -> None:
+    def keep_alive(self) -> None:
         self._is_beat_due = True
         self.wake()
 
@@ -159,9 +160,6 @@ class StreamHandlers:
     def watchers(self) -> int:
         return len(self._watchers)
 
-    def bound(self) -> dict[str, Handler]:
-        return {"watch_job": self.watch, "job_progress": self.progress, "events": self.events}
-
     def close(self) -> None:
         """Ends every stream, so that the server can end."""
         self._is_closed = True
@@ -170,29 +168,29 @@ class StreamHandlers:
         for watcher in list(self._watchers):
             watcher.end()
 
-    async def watch(self, call: HubRequest[StreamQuery]) -> Reply | Response:
+    async def watch_job(self, call: HubRequest[StreamQuery]) -> Reply | Response:
         accept = call.headers.get("accept", "")
         if "application/json" in accept and CONTENT_TYPE not in accept:
             return await self._record(call)
         return await self._stream(call)
 
-    async def progress(self, call: HubRequest[StreamQuery]) -> Reply | Response:
+    async def job_progress(self, call: HubRequest[StreamQuery]) -> Reply | Response:
         if CONTENT_TYPE in call.headers.get("accept", ""):
             return await self._stream(call)
         return await self._record(call)
 
     async def _record(self, call: HubRequest[StreamQuery]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
-        _after(call.headers, call.given)
+        _after(call.headers, call.data)
         dispatch = await visible_job(call.caller, self._engine, job_id)
-        record = await self._engine.store.records.get(job_id)
+        record = await self._engine.reader.records.get(job_id)
         if record is None:
             raise no_job(job_id)
         progress = await progress_of(self._engine, dispatch, record)
         return Reply(200, progress.body(self._engine.now()))
 
     async def _stream(self, call: HubRequest[StreamQuery]) -> Reply | Response:
-        job_id, after = JobId(call.parameters["job_id"]), _after(call.headers, call.given)
+        job_id, after = JobId(call.parameters["job_id"]), _after(call.headers, call.data)
         self._check_open()
         watcher: Watcher | None = None
 
@@ -205,8 +203,8 @@ class StreamHandlers:
                 self._connection_limits.held("stream", call.caller.key_id, call.address)
             )
             await check_sees(call.caller, self._engine, job_id)
-            channel = await self._channels.enter(job_id, wake)
-            cleanup.callback(self._channels.leave, channel, wake)
+            channel = await self._channels.subscribe(job_id, wake)
+            cleanup.callback(self._channels.unsubscribe, channel, wake)
             if channel.is_over and after >= channel.last_published:
                 # Everything was sent. A browser does not reconnect after 204.
                 return Reply(204)
@@ -216,7 +214,7 @@ class StreamHandlers:
 
     async def events(self, call: HubRequest[EventsQuery]) -> Reply | Response:
         self._check_open()
-        wanted = EventFilter(call.given, _scope(call.caller, call.given))
+        wanted = EventFilter(call.data, _scope(call.caller, call.data))
         watcher = Watcher(
             self._fleet, FeedEntry("resync", {"reason": "begin: read the lists first"}).sse, wanted
         )
@@ -225,8 +223,8 @@ class StreamHandlers:
                 self._connection_limits.held("stream", call.caller.key_id, call.address)
             )
             slot.end = watcher.end
-            self._fleet.join(watcher.wake)
-            cleanup.callback(self._fleet.leave, watcher.wake)
+            self._fleet.subscribe(watcher.wake)
+            cleanup.callback(self._fleet.unsubscribe, watcher.wake)
             return self._watched(watcher, cleanup.pop_all().close)
 
     def _check_open(self) -> None:
@@ -249,7 +247,7 @@ class StreamHandlers:
         for watcher in self._watchers:
             watcher.ticks += 1
             if not watcher.is_writing:
-                watcher.beat()
+                watcher.keep_alive()
             elif watcher.ticks > self._stalled_beats:
                 watcher.drop()
         if self._watchers:

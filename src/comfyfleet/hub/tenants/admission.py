@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from comfyfleet.hub.http.limits import RateLimiter
 from comfyfleet.model.ids import TenantId
+from comfyfleet.model.recent import RecentDict
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy.terms import check_waiting
 from comfyfleet.ports import Clock, DocumentStore
@@ -43,18 +44,18 @@ class TermsAdmission:
     def __init__(
         self,
         tenants: Tenants,
-        pools: TenantDatabases,
+        databases: TenantDatabases,
         documents: DocumentStore,
         clock: Clock,
         *,
         is_shared: bool,
     ) -> None:
         self._tenants = tenants
-        self._pools = pools
+        self._databases = databases
         self._clock = clock
         self._is_shared = is_shared
         self._rate_limiter = RateLimiter(documents, clock, is_shared=is_shared)
-        self._capacities: dict[TenantId, _Capacity] = {}
+        self._capacities: RecentDict[TenantId, _Capacity] = RecentDict(_MAX_TENANTS)
 
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
         return await self._tenants.get(tenant_id)
@@ -83,7 +84,7 @@ class TermsAdmission:
                 or (capacity.left <= 0 and self._is_shared)
             ):
                 await capacity.idle.wait()
-                database = await self._pools.of(tenant)
+                database = await self._databases.database_of(tenant)
                 free = most - await database.count_open(tenant.tenant_id, most)
                 capacity.left = max(1, free // _SHARE) if self._is_shared and free > 0 else free
                 capacity.most, capacity.good_until = most, self._clock.monotonic() + _GOOD_FOR_S
@@ -94,9 +95,6 @@ class TermsAdmission:
         return capacity
 
     def _capacity_of(self, tenant_id: TenantId) -> _Capacity:
-        capacity = self._capacities.pop(tenant_id, None) or _Capacity()
-        self._capacities[tenant_id] = capacity
-        if len(self._capacities) > _MAX_TENANTS:
-            # The tenant that was idle longest. A submission in progress keeps its own reference.
-            del self._capacities[next(iter(self._capacities))]
+        # It drops the tenant that was idle longest. A submission in progress keeps its own reference.
+        capacity = self._capacities[tenant_id] = self._capacities.get(tenant_id) or _Capacity()
         return capacity

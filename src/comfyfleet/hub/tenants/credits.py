@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
+import msgspec
 from starlette.responses import StreamingResponse
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.credentials import visible_job
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import HubRequest, Reply
 from comfyfleet.hub.tenants.handlers import known
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.ledger import CreditGrant, GrantState, UsageBy, UsageLine
+from comfyfleet.model.ledger import Account, CreditGrant, GrantState, UsageBy, UsageLine
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
 from comfyfleet.policy import tenants as policy
@@ -34,30 +35,18 @@ _MAX_ROUNDS = 100
 
 
 class CreditHandlers:
-    def __init__(self, engine: Engine, tenants: Tenants, pools: TenantDatabases) -> None:
+    def __init__(self, engine: Engine, tenants: Tenants, databases: TenantDatabases) -> None:
         self._engine = engine
         self._tenants = tenants
-        self._pools = pools
-
-    def bound(self) -> dict[str, Handler]:
-        return {
-            "balance": self.balance,
-            "statement": self.statement,
-            "list_grants": self.list_grants,
-            "grant_credits": self.grant,
-            "confirm_grant": self.confirm,
-            "void_grant": self.void,
-            "adjust_credits": self.adjust,
-            "job_receipt": self.receipt,
-        }
+        self._databases = databases
 
     async def balance(self, call: HubRequest[None]) -> Reply:
         tenant = await self._seen(call)
-        return Reply(200, await self._balance(tenant, await self._pools.of(tenant)))
+        return Reply(200, await self._balance(tenant, await self._databases.database_of(tenant)))
 
     async def statement(self, call: HubRequest[wire.StatementQuery]) -> Reply:
-        tenant, asked = await self._seen(call), call.given
-        database = await self._pools.of(tenant)
+        tenant, asked = await self._seen(call), call.data
+        database = await self._databases.database_of(tenant)
         after = asked.after if asked.cursor is None else asked.cursor
         found = await database.statement(tenant.tenant_id, after=after, limit=asked.limit)
         cursor = str(found[-1].number) if len(found) == asked.limit else None
@@ -66,26 +55,26 @@ class CreditHandlers:
         return Reply(200, wire.StatementView(tuple(wire.entries(before, found)), cursor))
 
     async def list_grants(self, call: HubRequest[bodies.PageQuery]) -> Reply:
-        tenant, asked = await self._seen(call), call.given
-        database = await self._pools.of(tenant)
+        tenant, asked = await self._seen(call), call.data
+        database = await self._databases.database_of(tenant)
         after = None if asked.cursor is None else _place_of(asked.cursor)
         found = await database.grants(tenant.tenant_id, after=after, limit=asked.limit)
         cursor = f"{found[-1].at!r}/{found[-1].grant_id}" if len(found) == asked.limit else None
         return Reply(200, wire.GrantList(tuple(map(wire.grant, found)), cursor))
 
-    async def receipt(self, call: HubRequest[None]) -> Reply:
+    async def job_receipt(self, call: HubRequest[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         dispatch = await visible_job(call.caller, self._engine, job_id)
         tenant = await self._tenants.get(dispatch.tenant)
         rounds = []
         if tenant is not None:
-            database = await self._pools.of(tenant)
+            database = await self._databases.database_of(tenant)
             rounds = await database.receipts(tenant.tenant_id, job_id, limit=_MAX_ROUNDS)
         return Reply(200, wire.receipt(job_id, dispatch.tenant, rounds))
 
-    async def grant(self, call: HubRequest[wire.GrantBody]) -> Reply:
+    async def grant_credits(self, call: HubRequest[wire.GrantBody]) -> Reply:
         tenant, database = await self._open(call)
-        body, now = call.given, self._engine.now()
+        body, now = call.data, self._engine.now()
         given = accounting.grant(
             body.id or uuid.uuid4().hex,
             tenant.tenant_id,
@@ -102,9 +91,11 @@ class CreditHandlers:
                 "id for a new grant",
             )
         kept = await self._granted(database, tenant.tenant_id, given.grant_id)
-        return Reply(200 if entered is PostingResult.KNOWN else 201, wire.grant(kept), made=_named(kept))
+        return Reply(
+            200 if entered is PostingResult.KNOWN else 201, wire.grant(kept), created_id=_named(kept)
+        )
 
-    async def confirm(self, call: HubRequest[None]) -> Reply:
+    async def confirm_grant(self, call: HubRequest[None]) -> Reply:
         tenant, database = await self._open(call)
         grant_id, now = call.parameters["grant_id"], self._engine.now()
         kept = await self._granted(database, tenant.tenant_id, grant_id)
@@ -113,7 +104,7 @@ class CreditHandlers:
             raise _decided(kept)
         return Reply(200, wire.grant(await self._granted(database, tenant.tenant_id, grant_id)))
 
-    async def void(self, call: HubRequest[None]) -> Reply:
+    async def void_grant(self, call: HubRequest[None]) -> Reply:
         tenant, database = await self._open(call)
         grant_id = call.parameters["grant_id"]
         kept = await self._granted(database, tenant.tenant_id, grant_id)
@@ -121,9 +112,9 @@ class CreditHandlers:
             raise _decided(kept)
         return Reply(200, wire.grant(await self._granted(database, tenant.tenant_id, grant_id)))
 
-    async def adjust(self, call: HubRequest[wire.AdjustBody]) -> Reply:
+    async def adjust_credits(self, call: HubRequest[wire.AdjustBody]) -> Reply:
         tenant, database = await self._open(call)
-        body, now = call.given, self._engine.now()
+        body, now = call.data, self._engine.now()
         correction = accounting.adjust(
             body.id or uuid.uuid4().hex, tenant.tenant_id, body.amount, now, body.note
         )
@@ -139,7 +130,7 @@ class CreditHandlers:
             )
         made = f"{tenant.tenant_id}/{correction.adjustment_id}"
         status = 200 if entered is PostingResult.KNOWN else 201
-        return Reply(status, await self._balance(tenant, database), made=made)
+        return Reply(status, await self._balance(tenant, database), created_id=made)
 
     async def _seen(self, call: HubRequest[Any]) -> Tenant:
         return await seen(self._tenants, call)
@@ -147,7 +138,7 @@ class CreditHandlers:
     async def _open(self, call: HubRequest[Any]) -> tuple[Tenant, TenantDatabase]:
         tenant = await self._seen(call)
         policy.check_open(tenant)
-        return tenant, await self._pools.of(tenant)
+        return tenant, await self._databases.database_of(tenant)
 
     async def _balance(self, tenant: Tenant, database: TenantDatabase) -> wire.BalanceView:
         return wire.balance(await database.account(tenant.tenant_id))
@@ -198,15 +189,12 @@ _PAGE = 1_000
 
 
 class UsageHandlers:
-    def __init__(self, homes: TenantDirectory, clock: Clock) -> None:
-        self._homes = homes
+    def __init__(self, directory: TenantDirectory, clock: Clock) -> None:
+        self._homes = directory
         self._clock = clock
 
-    def bound(self) -> dict[str, Handler]:
-        return {"usage": self.usage, "export_credits": self.export}
-
     async def usage(self, call: HubRequest[wire.UsageQuery]) -> Reply:
-        asked, now = call.given, self._clock.now()
+        asked, now = call.data, self._clock.now()
         until = now if asked.until is None else seconds_of(asked.until) or 0.0
         since = until - _MONTH_S if asked.since is None else seconds_of(asked.since) or 0.0
         tenant = call.caller.scope
@@ -228,9 +216,9 @@ class UsageHandlers:
         self, tenant: TenantId | None, since: float, until: float, by: frozenset[UsageBy]
     ) -> list[UsageLine]:
         found: list[UsageLine] = []
-        for pool, tenants in (await self._pools_of(tenant)).items():
+        for name, tenants in (await self._databases_of(tenant)).items():
             here = {each.tenant_id for each in tenants}
-            database = await self._homes.pools.get(pool)
+            database = await self._homes.databases.get(name)
             # Always by tenant: the old database of a moved tenant still has lines, which must not count.
             some = await database.usage(
                 tenant, since=since, until=until, by=by | {"tenant"}, limit=_MAX_LINES + 1
@@ -243,23 +231,23 @@ class UsageHandlers:
                 )
         return sorted(found, key=_order) if "tenant" in by else _together(found)
 
-    async def _pools_of(self, tenant: TenantId | None) -> dict[str, list[Tenant]]:
+    async def _databases_of(self, tenant: TenantId | None) -> dict[str, list[Tenant]]:
         if tenant is None:
-            return await self._homes.everyone()
+            return await self._homes.tenants_by_database()
         known = await self._homes.tenants.get(tenant)
-        return {} if known is None else {known.pool: [known]}
+        return {} if known is None else {known.database: [known]}
 
-    async def export(self, call: HubRequest[wire.ExportQuery]) -> StreamingResponse:
+    async def export_credits(self, call: HubRequest[wire.ExportQuery]) -> StreamingResponse:
         tenant = await seen(self._homes.tenants, call)
-        database = await self._homes.pools.of(tenant)
+        database = await self._homes.databases.database_of(tenant)
         shows_cost = call.caller.scope is None
         # The first page comes before the answer starts, so that a database error has its own status.
-        pages = _pages(database, tenant.tenant_id, call.given, shows_cost=shows_cost)
+        pages = _pages(database, tenant.tenant_id, call.data, shows_cost=shows_cost)
         first = await anext(pages)
-        name = f"{tenant.tenant_id}-{call.given.of}-after-{call.given.after}.{call.given.format}"
+        name = f"{tenant.tenant_id}-{call.data.of}-after-{call.data.after}.{call.data.format}"
         return StreamingResponse(
             _following(first, pages),
-            media_type=wire.CONTENT_TYPES[call.given.format],
+            media_type=wire.CONTENT_TYPES[call.data.format],
             headers={"content-disposition": f'attachment; filename="{name}"'},
         )
 
@@ -267,20 +255,26 @@ class UsageHandlers:
 async def _pages(
     database: TenantDatabase, tenant: TenantId, asked: wire.ExportQuery, *, shows_cost: bool
 ) -> AsyncIterator[bytes]:
-    columns = wire.POSTING_COLUMNS if asked.of == "postings" else wire.RUN_COLUMNS
-    after, text = asked.after, wire.heading(columns, asked.format)
+    kind = wire.PostingLine if asked.of == "postings" else wire.RunLine
+    after, text = asked.after, wire.heading(kind, asked.format)
+    account: Account | None = None
     while True:
-        lines: list[dict[str, Any]]
+        lines: Sequence[wire.PostingLine | wire.RunLine]
         if asked.of == "postings":
             postings = await database.statement(tenant, after=after, limit=_PAGE)
-            lines = [wire.posting_line(each) for each in postings]
+            if account is None:
+                account = await database.account_at(tenant, after)
+            lines = entries = wire.posting_lines(account, postings)
+            if entries:
+                last = entries[-1]
+                account = msgspec.structs.replace(account, balance=last.balance_after, held=last.held_after)
         else:
             runs = await database.runs(tenant, after=after, limit=_PAGE)
             lines = [wire.run_line(each, shows_cost=shows_cost) for each in runs]
         yield text + wire.written(lines, asked.format)
         if len(lines) < _PAGE:
             return
-        after, text = lines[-1]["number"], b""
+        after, text = lines[-1].number, b""
 
 
 async def _following(first: bytes, pages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

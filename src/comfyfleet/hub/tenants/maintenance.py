@@ -15,12 +15,12 @@ import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.audit.log import AuditLog
-from comfyfleet.hub.maintenance import BackgroundJob
 from comfyfleet.model.access import AuditEntry
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import ComfyFleetError, Fault
-from comfyfleet.model.ids import ClassKey, JobId, TenantId
+from comfyfleet.model.ids import ClassKey, TenantId
 from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.paginator import documents_in, record_pages
 from comfyfleet.policy.tenants import suspended
 from comfyfleet.policy.timers import unrunnable_after
 from comfyfleet.ports import Clock, DocumentStore
@@ -29,7 +29,7 @@ from comfyfleet.tenancy.deletion import TenantDeletion
 from comfyfleet.tenancy.relocation import TenantRelocation
 from comfyfleet.tenancy.tenants import Tenants
 from comfyfleet.tenancy.terms import FairShareSync, TermsReview
-from comfyfleet.tracing import in_background, log_failure
+from comfyfleet.tracing import BackgroundJob, in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class TenantMaintenance(BackgroundJob):
         while True:
             self._woken.clear()
             try:
-                everybody = await self._tenants.everybody()
+                everybody = await self._tenants.list_all()
                 await self._shares.compare(everybody)
                 due = [each.tenant_id for each in everybody if is_due(each)]
                 for tenant_id in sorted(due, key=lambda each: (each <= self._last, each)):
@@ -117,10 +117,10 @@ class TenantMaintenance(BackgroundJob):
                 # So that any hub can retry at once.
                 why = f"another try, after: {error}" if isinstance(error, ComfyFleetError) else ""
                 with contextlib.suppress(ComfyFleetError):
-                    await mine.give_back(why)
+                    await mine.release(why)
                 raise
             if not is_gone:
-                await mine.give_back()
+                await mine.release()
         except ComfyFleetError as error:
             _LOG.warning("maintenance of tenant %s failed; will try again: %s", tenant_id, error)
         except Exception:
@@ -128,28 +128,28 @@ class TenantMaintenance(BackgroundJob):
 
     async def _do(self, tenant_id: TenantId, mine: Claim) -> bool:
         """True if the tenant is deleted."""
-        tenant = await self._tenants.newest(tenant_id)
+        tenant = await self._tenants.get_uncached(tenant_id)
         while tenant is not None and is_due(tenant):
             if tenant.state is TenantState.LEAVING:
                 await self._delete(tenant, mine)
                 return True
             if tenant.state is TenantState.MOVING:
                 tenant = await self._relocation.move(tenant, mine)
-                await self._shares.keep(tenant)
-                _LOG.info("tenant %s has moved to the database %s", tenant_id, tenant.pool)
+                await self._shares.put(tenant)
+                _LOG.info("tenant %s has moved to the database %s", tenant_id, tenant.database)
             elif tenant.moved_from is not None:
-                tenant = await self._relocation.tidy(tenant, mine)
+                tenant = await self._relocation.clean_up(tenant, mine)
             else:
-                tenant = await self._judge.judge(tenant, mine)
+                tenant = await self._judge.review(tenant, mine)
         return tenant is None
 
     async def _delete(self, tenant: Tenant, mine: Claim) -> None:
         tenant_id = tenant.tenant_id
         # This may take many attempts while the tenant's database is away; the audit log records its end.
-        await self._deletion.leave(tenant, mine)
+        await self._deletion.delete(tenant, mine)
         entry = AuditEntry(0.0, "hub", None, "tenant_deleted", tenant_id, tenant_id)
         await self._audit.operation(entry, lambda: self._deletion.forget(tenant_id), lambda _: None)
-        await self._shares.forget(tenant_id)
+        await self._shares.remove(tenant_id)
 
 
 def is_due(tenant: Tenant) -> bool:
@@ -165,7 +165,7 @@ class TenantSuspension:
 
     async def suspend(self, tenant_id: TenantId) -> bool:
         """False if the tenant was not set up or is not active."""
-        tenant = await self._tenants.newest(tenant_id)
+        tenant = await self._tenants.get_uncached(tenant_id)
         if tenant is None or tenant.state is not TenantState.ACTIVE:
             return False
         changed = await self._audit.operation(
@@ -173,7 +173,7 @@ class TenantSuspension:
             lambda: self._tenants.change(tenant_id, suspended),
             lambda _: None,
         )
-        await self._shares.keep(changed)
+        await self._shares.put(changed)
         return True
 
 
@@ -203,13 +203,13 @@ class UnrunnableJobTimeout(BackgroundJob):
         while True:
             await asyncio.sleep(self._look_s)
             try:
-                await self.look()
+                await self.run_once()
             except ComfyFleetError as error:
                 _LOG.warning("cannot check for jobs that no worker can run; will try again: %s", error)
             except Exception:
                 log_failure(_LOG, "cannot check for jobs that no worker can run; will try again")
 
-    async def look(self) -> int:
+    async def run_once(self) -> int:
         """The number of jobs that it failed."""
         mine = await claim(self._documents, self._clock, CLAIM)
         if mine is None:
@@ -218,10 +218,10 @@ class UnrunnableJobTimeout(BackgroundJob):
             return await self._look(mine)
         finally:
             with contextlib.suppress(ComfyFleetError):
-                await mine.give_back()
+                await mine.release()
 
     async def _look(self, mine: Claim) -> int:
-        classes, failed = await self._engine.judge.unrunnable_classes(), 0
+        classes, failed = await self._engine.waiting_job_review.unrunnable_classes(), 0
         now = self._engine.now()
         noted = await self._noted()
         for key in noted.keys() - classes.keys():
@@ -233,7 +233,7 @@ class UnrunnableJobTimeout(BackgroundJob):
             if key in noted:
                 of_tenants.setdefault(cls.tenant, {})[key] = noted[key]
         for tenant_id, since in of_tenants.items():
-            after_s = unrunnable_after(await self._tenants.newest(tenant_id), self._engine.rules)
+            after_s = unrunnable_after(await self._tenants.get_uncached(tenant_id), self._engine.rules)
             due = {key: at for key, at in since.items() if at + after_s <= now}
             try:
                 failed += await self._fail(tenant_id, due, after_s, mine) if due else 0
@@ -242,26 +242,20 @@ class UnrunnableJobTimeout(BackgroundJob):
         return failed
 
     async def _noted(self) -> dict[ClassKey, float]:
-        noted: dict[ClassKey, float] = {}
-        after = ""
-        while page := await self._documents.listing(COLLECTION, after, _PAGE):
-            noted |= {ClassKey(each.name): msgspec.json.decode(each.body, type=_Noted).since for each in page}
-            after = page[-1].name
-        return noted
+        return {
+            ClassKey(each.name): msgspec.json.decode(each.body, type=_Noted).since
+            async for each in documents_in(self._documents, COLLECTION, size=_PAGE)
+        }
 
     async def _fail(
         self, tenant_id: TenantId, due: dict[ClassKey, float], after_s: float, mine: Claim
     ) -> int:
-        store, failed = self._engine.store, 0
-        after: JobId | None = None
-        while True:
-            page = await store.records.listing(tenant=tenant_id, phase=Phase.QUEUED, limit=_PAGE, after=after)
-            for dispatch in await store.load_many([each.job_id for each in page]):
+        reader, failed = self._engine.reader, 0
+        async for page in record_pages(reader.records, tenant_id, Phase.QUEUED, _PAGE):
+            for dispatch in await reader.load_many([each.job_id for each in page]):
                 if dispatch is not None and dispatch.class_key in due:
-                    await mine.keep()
-                    failed += await self._engine.judge.fail_unrunnable(
+                    await mine.renew_if_due()
+                    failed += await self._engine.waiting_job_review.fail_unrunnable(
                         dispatch, due[dispatch.class_key], after_s
                     )
-            if len(page) < _PAGE:
-                return failed
-            after = page[-1].job_id
+        return failed

@@ -20,6 +20,7 @@ from comfyfleet.model.errors import ComfyFleetError, Fault
 from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.recent import RecentDict
 from comfyfleet.model.webhook import OF_THE_JOB, Delivery, DeliveryStatus, WebhookSubscription
 from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.rules import Rules
@@ -65,7 +66,7 @@ class WebhookDispatcher:
         self._sender = sender
         self._pending = pending
         self._pending_rounds: dict[tuple[JobId, int], None] = {}
-        self._unwanted: dict[tuple[JobId, int], None] = {}
+        self._unwanted: RecentDict[tuple[JobId, int], None] = RecentDict(_MAX_UNWANTED)
         """Rounds written here that no webhook wants; their facts are skipped."""
         self._announced = 0
         self._is_needed = True
@@ -86,7 +87,7 @@ class WebhookDispatcher:
         """Called before the round is stored. Raises `ForbiddenUrl` for a URL that is never called, and
         `queue_full` if the tenant has too many pending deliveries. A retry of an accepted job is always
         allowed."""
-        subscriptions = await self._webhooks.hearing(submission.tenant)
+        subscriptions = await self._webhooks.subscriptions_for(submission.tenant)
         own = submission.webhook
         if round_ == 1:
             if own is not None:
@@ -98,10 +99,8 @@ class WebhookDispatcher:
         if own is None and not subscriptions:
             if self._is_needed:
                 self._unwanted[job_id, round_] = None
-                if len(self._unwanted) > _MAX_UNWANTED:
-                    del self._unwanted[next(iter(self._unwanted))]
             return
-        await self._ledger.note(job_id, round_, self._engine.now())
+        await self._ledger.add_entry(job_id, round_, self._engine.now())
         self._announced += 1
         self._is_needed = True
 
@@ -172,7 +171,7 @@ class WebhookDispatcher:
     async def _look_at_notes(self, *, is_whole: bool) -> None:
         while True:
             announced, after = self._announced, self._notes_after
-            found, self._notes_after = await self._ledger.notes(after, _NOTES)
+            found, self._notes_after = await self._ledger.list_entries(after, _NOTES)
             await _some_at_a_time(self._enter_if_there, found)
             if not after and announced == self._announced:
                 self._is_needed = bool(found)
@@ -180,7 +179,7 @@ class WebhookDispatcher:
                 return
 
     async def _look_at(self, job_id: JobId, round_: int) -> None:
-        noted = await self._ledger.noted(job_id, round_)
+        noted = await self._ledger.get_entry(job_id, round_)
         if noted is not None:
             await self._enter_if_there(noted)
 
@@ -193,25 +192,25 @@ class WebhookDispatcher:
 
     async def _enter(self, noted: StoredOutboxEntry) -> None:
         """Enters deliveries for the facts since the last pass. Two hubs may do this at once."""
-        store, job_id = self._engine.store, noted.job_id
-        facts = await store.facts(job_id, noted.note.told)
-        job = await store.records.get(job_id) if facts else None
+        reader, job_id = self._engine.reader, noted.job_id
+        facts = await reader.facts(job_id, noted.entry.told)
+        job = await reader.records.get(job_id) if facts else None
         if job is None:
-            is_old = self._engine.now() - noted.note.at > _NEVER_CAME_S
-            if is_old and await store.load(job_id) is None:
-                await self._ledger.forget_note(noted)
+            is_old = self._engine.now() - noted.entry.at > _NEVER_CAME_S
+            if is_old and await reader.load(job_id) is None:
+                await self._ledger.remove_entry(noted)
             return
         facts = [fact for fact in facts if fact.round == noted.round]
         if not facts:
             return
-        for delivery in self._wanted(job, facts, await self._webhooks.hearing(job.tenant)):
+        for delivery in self._wanted(job, facts, await self._webhooks.subscriptions_for(job.tenant)):
             entered = await self._ledger.add(delivery)
             if entered is not None:
                 self._outgoing.offer(entered.name, entered.host, entered.owner)
         if facts[-1].kind.is_final:
-            await self._ledger.forget_note(noted)
+            await self._ledger.remove_entry(noted)
         else:
-            await self._ledger.told(noted, facts[-1].number)
+            await self._ledger.mark_published(noted, facts[-1].number)
 
     def _wanted(
         self, job: Job, facts: Iterable[Fact], standing: Iterable[WebhookSubscription]
@@ -253,7 +252,7 @@ class WebhookDispatcher:
         """Sends a due entry. An entry without an attempt may be stale and is repaired."""
         try:
             if not await self._sender.send(delivery_in(entry)):
-                await self._ledger.mend(entry)
+                await self._ledger.repair(entry)
         except ComfyFleetError as error:
             _LOG.warning("cannot record a webhook delivery; will try again: %s", error)
         except Exception:

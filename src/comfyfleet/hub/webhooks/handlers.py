@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.credentials import visible_job
-from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.http.pipeline import HubRequest, Reply
 from comfyfleet.hub.http.router import page_of
 from comfyfleet.hub.webhooks.sender import WebhookSender, make_secret
 from comfyfleet.model.access import Caller
@@ -20,7 +20,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import ENDINGS, Delivery, WebhookSubscription
 from comfyfleet.net.url_guard import UrlGuard
-from comfyfleet.policy.webhook_delivery import asked_again
+from comfyfleet.policy.webhook_delivery import retried_manually
 from comfyfleet.tenancy.webhook_outbox import WebhookOutbox, named
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire import bodies
@@ -49,29 +49,16 @@ class WebhookHandlers:
         self._sender = sender
         self._wake = wake
 
-    def bound(self) -> dict[str, Handler]:
-        return {
-            "list_webhooks": self.list_webhooks,
-            "create_webhook": self.create,
-            "change_webhook": self.change,
-            "test_webhook": self.test,
-            "delete_webhook": self.delete,
-            "rotate_webhook_secret": self.rotate,
-            "list_deliveries": self.list_deliveries,
-            "job_deliveries": self.job_deliveries,
-            "resend_delivery": self.resend,
-        }
-
     async def list_webhooks(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         if call.caller.scope is not None:
-            own = await self._webhooks.of(call.caller.scope)
+            own = await self._webhooks.list_of_owner(call.caller.scope)
             return Reply(200, wire.WebhookList(tuple(map(wire.view, own))))
-        found = await self._webhooks.listing(call.given.cursor or "", call.given.limit)
-        cursor = found[-1].webhook_id if len(found) == call.given.limit else None
+        found = await self._webhooks.listing(call.data.cursor or "", call.data.limit)
+        cursor = found[-1].webhook_id if len(found) == call.data.limit else None
         return Reply(200, wire.WebhookList(tuple(map(wire.view, found)), cursor))
 
-    async def create(self, call: HubRequest[wire.SubscriptionBody]) -> Reply:
-        body = call.given
+    async def create_webhook(self, call: HubRequest[wire.SubscriptionBody]) -> Reply:
+        body = call.data
         self._guard.check(body.url)
         made = await self._webhooks.create(
             _owner(call.caller, body.every_tenant),
@@ -79,10 +66,10 @@ class WebhookHandlers:
             events=tuple(dict.fromkeys(body.events or ENDINGS)),
             name=body.name,
         )
-        return Reply(201, wire.view(made), made=made.webhook_id)
+        return Reply(201, wire.view(made), created_id=made.webhook_id)
 
-    async def change(self, call: HubRequest[wire.WebhookChange]) -> Reply:
-        webhook, body = await self._mine(call), call.given
+    async def change_webhook(self, call: HubRequest[wire.WebhookChange]) -> Reply:
+        webhook, body = await self._mine(call), call.data
         fields: dict[str, object] = {}
         if body.url is not UNSET:
             self._guard.check(body.url)
@@ -96,10 +83,10 @@ class WebhookHandlers:
             raise _no_webhook(webhook.webhook_id)
         return Reply(200, wire.view(changed))
 
-    async def test(self, call: HubRequest[None]) -> Reply:
-        return Reply(200, await self._sender.try_out(await self._mine(call)))
+    async def test_webhook(self, call: HubRequest[None]) -> Reply:
+        return Reply(200, await self._sender.send_test(await self._mine(call)))
 
-    async def delete(self, call: HubRequest[None]) -> Reply:
+    async def delete_webhook(self, call: HubRequest[None]) -> Reply:
         await self._webhooks.remove(await self._mine(call))
         return Reply(204)
 
@@ -109,15 +96,15 @@ class WebhookHandlers:
             raise _no_webhook(call.parameters["webhook_id"])
         return webhook
 
-    async def rotate(self, call: HubRequest[wire.SecretBody]) -> Reply:
-        owner = _owner(call.caller, call.given.every_tenant)
-        made = await self._webhooks.rotate(owner, call.given.overlap_s, make_secret())
+    async def rotate_webhook_secret(self, call: HubRequest[wire.SecretBody]) -> Reply:
+        owner = _owner(call.caller, call.data.every_tenant)
+        made = await self._webhooks.rotate(owner, call.data.overlap_s, make_secret())
         answer = wire.CreatedSecret(made.secret, made.created_at, owner, made.old_until)
-        return Reply(200, answer, made="every tenant" if owner is None else f"tenant {owner}")
+        return Reply(200, answer, created_id="every tenant" if owner is None else f"tenant {owner}")
 
     async def list_deliveries(self, call: HubRequest[wire.DeliveriesQuery]) -> Reply:
         """Reads a bounded number of deliveries, so a page with a cursor may be short or empty."""
-        asked, after, looked_at = call.given, call.given.cursor or "", 0
+        asked, after, looked_at = call.data, call.data.cursor or "", 0
         found: list[wire.DeliveryView] = []
         while looked_at < _MAX_LOOKED_AT:
             page, further = await self._page(call.caller, after)
@@ -138,20 +125,20 @@ class WebhookHandlers:
         page = await self._ledger.page(after, _PAGE)
         return page, page[-1][0] if len(page) == _PAGE else ""
 
-    async def job_deliveries(self, call: HubRequest[bodies.WholeQuery]) -> Reply:
+    async def job_deliveries(self, call: HubRequest[bodies.OptionalPageQuery]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         await visible_job(call.caller, self._engine, job_id)
         found = [each for each in await self._ledger.of_job(job_id) if _sees(call.caller, each.owner)]
-        page, cursor = page_of(found, call.given, lambda each: each.delivery_id)
+        page, cursor = page_of(found, call.data, lambda each: each.delivery_id)
         return Reply(200, wire.DeliveryList(tuple(map(wire.delivery_view, page)), cursor))
 
-    async def resend(self, call: HubRequest[None]) -> Reply:
+    async def resend_delivery(self, call: HubRequest[None]) -> Reply:
         delivery_id = call.parameters["delivery_id"]
 
         def again(delivery: Delivery) -> Delivery:
             if not _sees(call.caller, delivery.owner):
                 raise missing
-            return asked_again(delivery, self._engine.now())
+            return retried_manually(delivery, self._engine.now())
 
         missing = Refusal(RefusalCode.NOT_FOUND, f"there is no delivery {delivery_id!r} (any more)")
         name = named(delivery_id)

@@ -20,13 +20,13 @@ import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.limits import subtract
-from comfyfleet.hub.local_worker_api import made_safe
+from comfyfleet.hub.local_worker_api import sanitized
 from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.webhook import Delivery, DeliveryStatus, WebhookSubscription
 from comfyfleet.net.url_guard import FetchedAnswer, ForbiddenUrl, UrlGuard
-from comfyfleet.policy.webhook_delivery import DeliveryAttempt, after_attempt, check_pending, given_up
+from comfyfleet.policy.webhook_delivery import DeliveryAttempt, abandoned, after_attempt, check_pending
 from comfyfleet.ports import RandomSource
 from comfyfleet.tenancy.webhook_outbox import WebhookOutbox, host_of
 from comfyfleet.tenancy.webhooks import Webhooks
@@ -50,9 +50,9 @@ _RETRY_S = 2.0
 
 
 class OutgoingLimits(msgspec.Struct, frozen=True):
-    in_all: int = 64
-    of_owner: int = 16
-    of_host: int = 4
+    total: int = 64
+    per_owner: int = 16
+    per_host: int = 4
 
 
 class _CallCounts:
@@ -63,9 +63,9 @@ class _CallCounts:
 
     def fit(self, host: str, owner: str) -> bool:
         return (
-            self.hosts.total() < self.bounds.in_all
-            and self.hosts[host] < self.bounds.of_host
-            and self._owners[owner] < self.bounds.of_owner
+            self.hosts.total() < self.bounds.total
+            and self.hosts[host] < self.bounds.per_host
+            and self._owners[owner] < self.bounds.per_owner
         )
 
     def add(self, host: str, owner: str) -> None:
@@ -77,7 +77,7 @@ class _CallCounts:
         subtract(self._owners, owner)
 
 
-TESTS = OutgoingLimits(in_all=16, of_owner=4, of_host=4)
+TESTS = OutgoingLimits(total=16, per_owner=4, per_host=4)
 """Tests have their own limits, so that tests and deliveries do not wait for each other."""
 
 
@@ -93,8 +93,8 @@ class ConcurrentTests:
         if not self._calls.fit(host, owner):
             raise Refusal(
                 RefusalCode.RATE_LIMITED,
-                f"at most {bounds.in_all} test deliveries run at a time, {bounds.of_owner} of one owner and "
-                f"{bounds.of_host} to one host: wait for the earlier ones",
+                f"at most {bounds.total} test deliveries run at a time, {bounds.per_owner} of one owner and "
+                f"{bounds.per_host} to one host: wait for the earlier ones",
                 retry_after_s=_RETRY_S,
             )
         self._calls.add(host, owner)
@@ -156,12 +156,12 @@ class OutgoingCalls:
             return
         # One call for each host in turn, so that a long queue does not delay short ones.
         for each in list(self._waiting):
-            if len(self._running) >= self._calls.bounds.in_all:
+            if len(self._running) >= self._calls.bounds.total:
                 return
             self._take_from(each)
 
     def _take_from(self, host: str) -> None:
-        if self._calls.hosts[host] >= self._calls.bounds.of_host:
+        if self._calls.hosts[host] >= self._calls.bounds.per_host:
             return
         line = self._waiting.pop(host)
         # Not always the first: its owner may be busy with other hosts.
@@ -190,7 +190,7 @@ class WebhookSender:
         ledger: WebhookOutbox,
         webhooks: Webhooks,
         guard: UrlGuard,
-        chance: RandomSource,
+        rng: RandomSource,
         *,
         claim_s: float = CLAIM_S,
     ) -> None:
@@ -198,7 +198,7 @@ class WebhookSender:
         self._ledger = ledger
         self._webhooks = webhooks
         self._guard = guard
-        self._chance = chance
+        self._chance = rng
         self._claim_s = claim_s
         self._tests = ConcurrentTests()
 
@@ -228,11 +228,11 @@ class WebhookSender:
         return True
 
     async def _attempt(self, delivery: Delivery) -> Delivery:
-        store = self._engine.store
-        facts = await store.facts(delivery.job_id, delivery.number - 1)
-        job = await store.records.get(delivery.job_id)
+        reader = self._engine.reader
+        facts = await reader.facts(delivery.job_id, delivery.number - 1)
+        job = await reader.records.get(delivery.job_id)
         if job is None or not facts or facts[0].number != delivery.number:
-            return given_up(delivery, "the job was deleted", self._engine.now())
+            return abandoned(delivery, "the job was deleted", self._engine.now())
         keys = await self._webhooks.signing(delivery.owner, make_secret())
         try:
             body = event(facts[0], await _made_safe(job))
@@ -249,7 +249,7 @@ class WebhookSender:
             rules=self._engine.rules,
         )
 
-    async def try_out(self, webhook: WebhookSubscription) -> WebhookTested:
+    async def send_test(self, webhook: WebhookSubscription) -> WebhookTested:
         """Sends one test delivery. Refused while too many run, because a receiver may take long."""
         with self._tests.slot(host_of(webhook.url), "" if webhook.owner is None else webhook.owner):
             return await self._try_out(webhook)
@@ -297,7 +297,7 @@ class WebhookSender:
 
 
 async def _made_safe(job: Job) -> Job:
-    return job if job.result is None else msgspec.structs.replace(job, result=await made_safe(job.result))
+    return job if job.result is None else msgspec.structs.replace(job, result=await sanitized(job.result))
 
 
 def _retry_after_s(answer: FetchedAnswer) -> float | None:

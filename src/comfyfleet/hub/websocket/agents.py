@@ -1,6 +1,6 @@
 """Agents over one WebSocket: the worker API as over HTTP. A message is a call; its answer repeats its number.
 
-`hub/workers.py` handles the calls. This module limits them: parked polls wait beside other calls, and a
+`hub/worker_protocol.py` handles the calls. This module limits them: parked polls wait beside other calls, and a
 connection that sends too fast is not read. Leases outlive the connection.
 """
 
@@ -23,7 +23,7 @@ from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import parse_traceparent
 from comfyfleet.wire import websocket
-from comfyfleet.wire.problems import answer_to
+from comfyfleet.wire.problems import problem_response
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import WORKER as WORKER_ROUTES
 
@@ -95,7 +95,7 @@ class AgentSession:
             request: websocket.AgentCall = parse(_CALL, frame)
         except Refusal as refusal:
             # The number of the call is unknown.
-            self._send(websocket.ERROR, 0, answer_to(refusal).status, answer_to(refusal).body)
+            self._send(websocket.ERROR, 0, problem_response(refusal).status, problem_response(refusal).body)
             return
         if request.type == websocket.WITHDRAW:
             if (parked := self._parked.get(request.request_id)) is not None:
@@ -103,7 +103,7 @@ class AgentSession:
             return
         task = asyncio.ensure_future(self._answer(request))
         kind = websocket.AGENT_KINDS.get(request.type)
-        if kind is not None and _ROUTES[kind.route].parks and request.request_id not in self._parked:
+        if kind is not None and _ROUTES[kind.route].is_long_poll and request.request_id not in self._parked:
             self._parked[request.request_id] = task
             task.add_done_callback(lambda _: self._parked.pop(request.request_id, None))
         else:
@@ -114,7 +114,7 @@ class AgentSession:
 
     async def _answer(self, request: websocket.AgentCall) -> None:
         if (trace := parse_traceparent(request.traceparent)) is not None:
-            tracing.note(traceparent=trace)
+            tracing.bind_log_fields(traceparent=trace)
         try:
             reply = await self._handled(request)
         except Exception as error:
@@ -141,7 +141,7 @@ class AgentSession:
                 RefusalCode.NOT_ALLOWED,
                 f"a key of role {caller.role.value!r} may not send {request.type!r}",
             )
-        if route.parks and len(self._parked) > _MAX_PARKED:
+        if route.is_long_poll and len(self._parked) > _MAX_PARKED:
             raise Refusal(
                 RefusalCode.UNAVAILABLE, f"a connection waits for at most {_MAX_PARKED} answers at a time"
             )
@@ -149,8 +149,8 @@ class AgentSession:
         call.caller = caller
         call.is_large = len(request.body) > PIECE_BYTES
         with BodyReader(self._bodies, BodyLimit.of(route, self._limits), caller.key_id) as reading:
-            call.given = await reading.checked(_BODIES[kind.route], bytes(request.body))
-            if not route.parks:
+            call.data = await reading.checked(_BODIES[kind.route], bytes(request.body))
+            if not route.is_long_poll:
                 return await self._run(call)
         # A parked poll counts as one over HTTP does.
         with self._connection_limits.held("poll", caller.key_id, self._address):

@@ -2,8 +2,8 @@
 
 uvicorn parses all that has arrived at once, which may be forty thousand empty frames or many compressed
 messages of sixteen megabytes. `WebSocketConnection` subclasses uvicorn's protocol because no public setting
-bounds this. `WebSocketChannel` has one reader and one writer; `sessions.py` and `agents.py` give messages
-their meaning.
+bounds this (docs/decisions/0054). `WebSocketChannel` has one reader and one writer; `sessions.py`
+and `agents.py` give messages their meaning.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.body import PIECE_BYTES, BodyLimit, BodyReader, LargeBodies
 from comfyfleet.hub.http.credentials import Authenticator, check_sees, owner_of
 from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
-from comfyfleet.hub.http.pipeline import problem_of, token_in
+from comfyfleet.hub.http.pipeline import handlers_in, problem_of, token_in
 from comfyfleet.hub.streams.feed import FeedEntry
 from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
 from comfyfleet.hub.streams.job_channels import JobChannel, JobChannels
@@ -31,12 +31,12 @@ from comfyfleet.hub.websocket import workers
 from comfyfleet.hub.websocket.agents import AgentSession, Identify
 from comfyfleet.hub.websocket.connection import WebSocketChannel
 from comfyfleet.hub.websocket.workers import WebSocketWorkers
-from comfyfleet.hub.workers import WorkerHandlers
+from comfyfleet.hub.worker_protocol import WorkerHandlers
 from comfyfleet.model.access import AuditEntry, Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, parse_traceparent
 from comfyfleet.wire import answers, bodies, websocket
-from comfyfleet.wire.problems import answer_to
+from comfyfleet.wire.problems import problem_response
 from comfyfleet.wire.progress import EventsQuery
 from comfyfleet.wire.status_names import StatusDialect, status_name
 
@@ -81,7 +81,7 @@ class WebSocketServer:
         self.rate = RequestRate(limits.requests_per_s, limits.burst, time.monotonic)
         self._credentials = credentials
         self._connection_limits = connection_limits
-        self._agent_handlers = workers.bound()
+        self._agent_handlers = handlers_in(workers)
         self._sessions: dict[WebSocketSession | AgentSession, None] = {}
         self._warned: dict[str, None] = {}
         self._is_closed = False
@@ -161,7 +161,7 @@ class WebSocketSession:
             hub.inputs,
             caller,
             hub.limits.max_wait_s,
-            self.tell,
+            self.send_message,
             hub.workers.check_files,
             hub.workers.keyed,
         )
@@ -173,9 +173,9 @@ class WebSocketSession:
             await self._workers.close()
             for job_id in list(self._subscribed):
                 self._unsubscribe(job_id)
-            self._hub.fleet.leave(self._line.wake)
+            self._hub.fleet.unsubscribe(self._line.wake)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send_message(self, message: dict[str, Any]) -> None:
         self._line.answer(_ENCODER.encode(message))
 
     async def _send_events(self) -> None:
@@ -239,7 +239,7 @@ class WebSocketSession:
         ):
             if isinstance(value, str | int):
                 answer.setdefault(name, value)
-        self.tell(answer)
+        self.send_message(answer)
 
     async def _do(self, message: dict[str, Any], *, is_large: bool) -> None:
         name = message.get("type")
@@ -261,7 +261,7 @@ class WebSocketSession:
         if kind.is_old:
             answer = await self._old(name, body, message, is_large=is_large)
         else:
-            answer = await self._workers.do(name, body)
+            answer = await self._workers.handle(name, body)
         if answer is not None:
             self._answer(answer, message)
 
@@ -289,12 +289,12 @@ class WebSocketSession:
                 return None
             case "unsubscribe_monitor":
                 self._monitor = None
-                self._hub.fleet.leave(self._line.wake)
+                self._hub.fleet.unsubscribe(self._line.wake)
                 return {"type": "monitor_unsubscribed"}
         if name in workers.COMMANDS:
             entry = self._entry(name, getattr(body, "worker_id", ""))
             return await self._hub.audit.operation(
-                entry, lambda: workers.obey(engine, name, body), lambda _: None
+                entry, lambda: workers.run_command(engine, name, body), lambda _: None
             )
         job_id = JobId(body.job_id)
         match name:
@@ -313,7 +313,7 @@ class WebSocketSession:
         }
         await self._audited(name, lambda: change[name](job_id), lambda _: job_id)
         view = await engine.get(job_id)
-        now = answers.details(view)
+        now = answers.job_details(view)
         return {
             "type": "job_updated",
             "job_id": job_id,
@@ -346,25 +346,25 @@ class WebSocketSession:
                 RefusalCode.TOO_LARGE, f"a connection watches at most {_MAX_SUBSCRIPTIONS} jobs at a time"
             )
         await self._check_mine(job_id)
-        channel = await self._hub.channels.enter(job_id, self._line.wake)
+        channel = await self._hub.channels.subscribe(job_id, self._line.wake)
         now = channel.facts[-1].value if channel.is_over and channel.facts else channel.progress
         if (answer := websocket.message_of(now)) is not None:
-            self.tell(answer)
+            self.send_message(answer)
         if channel.is_over:
-            self._hub.channels.leave(channel, self._line.wake)
+            self._hub.channels.unsubscribe(channel, self._line.wake)
         else:
             self._subscribed[job_id] = (channel, channel.head)
 
     def _unsubscribe(self, job_id: JobId) -> None:
         if (known := self._subscribed.pop(job_id, None)) is not None:
-            self._hub.channels.leave(known[0], self._line.wake)
+            self._hub.channels.unsubscribe(known[0], self._line.wake)
 
     async def _begin_monitor(self, body: websocket.Monitor) -> None:
         query = EventsQuery(body.job_id, body.worker_id, body.tenant, body.kind, body.metadata)
         if body.tenant is not None and not self.caller.sees(TenantId(body.tenant)):
             raise Refusal(RefusalCode.NOT_ALLOWED, f"this key does not see the tenant {body.tenant!r}")
         fleet = self._hub.fleet
-        fleet.join(self._line.wake)
+        fleet.subscribe(self._line.wake)
         self._monitor = (EventFilter(query, self.caller.scope), fleet.head)
         snapshot: dict[str, Any] = {"type": "monitor_subscribed"}
         if self.caller.scope is None:
@@ -374,7 +374,7 @@ class WebSocketSession:
                 {"worker_id": worker.worker_id, "is_offline": worker.is_offline, "slots": worker.slots}
                 for worker in await self._hub.engine.workers()
             ]
-        self.tell(snapshot)
+        self.send_message(snapshot)
 
 
 def _encoded(entry: FeedEntry) -> bytes:
@@ -386,7 +386,7 @@ def _encoded(entry: FeedEntry) -> bytes:
 
 
 async def _refuse(scope: Scope, error: Refusal | Fault, send: Send) -> None:
-    answered = answer_to(error)
+    answered = problem_response(error)
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
         return

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.operator_commands import Action
+from comfyfleet.engine.operator_commands import FleetAction
 from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.credentials import WorkersByKey
-from comfyfleet.hub.local_worker_api import has_many, made_safe, offload
-from comfyfleet.hub.workers import as_worker, check_holder
+from comfyfleet.hub.local_worker_api import has_many, offload, sanitized
+from comfyfleet.hub.worker_protocol import as_worker, check_holder
 from comfyfleet.model.access import Caller
 from comfyfleet.model.block import EVERY_WORKER
 from comfyfleet.model.calls import (
@@ -40,9 +40,9 @@ from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.sanitizer import safe_failure, safe_progress
 from comfyfleet.wire import websocket
 from comfyfleet.wire.answers import worker_status
-from comfyfleet.wire.problems import answer_to
+from comfyfleet.wire.problems import problem_response
 from comfyfleet.wire.status_names import StatusDialect, status_name
-from comfyfleet.wire.worker import RegisterBody, concurrent_jobs, lease_ref, registration
+from comfyfleet.wire.worker import RegisterBody, concurrent_jobs, registration
 
 _MAX_PARKED = 64
 _COMMANDS_S = 30.0
@@ -82,7 +82,7 @@ class WebSocketWorkers:
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def do(self, name: str, body: Any) -> Message | None:
+    async def handle(self, name: str, body: Any) -> Message | None:
         match name:
             case "ping":
                 return {"type": "pong"}
@@ -96,7 +96,7 @@ class WebSocketWorkers:
             case "heartbeat":
                 return await self._beat(body)
             case "complete_job":
-                result, ref = await made_safe(websocket.result_of(body.result)), await self._ref(body)
+                result, ref = await sanitized(websocket.result_of(body.result)), await self._ref(body)
                 await self._check_files(result, ref.attempt_id)
                 settled = await self._engine.complete(Completion(ref, result, body.seconds))
                 return self._settled("job_completed", body, settled)
@@ -109,7 +109,7 @@ class WebSocketWorkers:
 
     async def _register(self, body: websocket.RegisterWorkerMessage) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
-        self._keyed.heard(self._caller, worker_id)
+        self._keyed.record_worker(self._caller, worker_id)
         fields = RegisterBody(
             worker_id,
             body.capabilities,
@@ -156,7 +156,7 @@ class WebSocketWorkers:
 
     async def _request(self, body: websocket.RequestJob) -> Message | None:
         worker_id = as_worker(self._caller, body.worker_id)
-        self._keyed.heard(self._caller, worker_id)
+        self._keyed.record_worker(self._caller, worker_id)
         known = await self._known(worker_id, body.capabilities)
         self._listen(worker_id)
         poll = Poll(
@@ -200,7 +200,7 @@ class WebSocketWorkers:
         try:
             await self._lease(poll)
         except (Refusal, Fault) as error:
-            problem = answer_to(error).body
+            problem = problem_response(error).body
             fields = {"code": problem["code"], "message": problem.get("detail", "")}
             self._send({"type": "error", "request": "request_job", "worker_id": poll.worker_id, **fields})
 
@@ -224,11 +224,11 @@ class WebSocketWorkers:
 
     async def _beat(self, body: websocket.HeartbeatMessage) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
-        self._keyed.heard(self._caller, worker_id)
+        self._keyed.record_worker(self._caller, worker_id)
         known = self._engine.known_worker(worker_id)
         if known is None or known.is_offline:
             raise Refusal(RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register first")
-        shown = {ref.job_id: ref for ref in map(lease_ref, body.leases)}
+        shown = {ref.job_id: ref for ref in body.leases}
         await check_holder(self._engine, self._caller, shown.values())
         beat = await self._engine.heartbeat(worker_id, list({**self._leases, **shown}.values()))
         self._leases |= {ref.job_id: ref for ref in beat.alive}
@@ -252,9 +252,8 @@ class WebSocketWorkers:
         if body.worker_id is not None:
             as_worker(self._caller, body.worker_id)
         if body.lease is not None:
-            shown = lease_ref(body.lease)
-            await check_holder(self._engine, self._caller, [shown])
-            return shown
+            await check_holder(self._engine, self._caller, [body.lease])
+            return body.lease
         ref = self._leases.get(JobId(body.job_id))
         if ref is None:
             raise Refusal(
@@ -271,7 +270,7 @@ class WebSocketWorkers:
         return {"type": name, "job_id": body.job_id, "status": status, "will_retry": settled.will_retry}
 
 
-_ACTIONS: dict[str, Action] = {
+_ACTIONS: dict[str, FleetAction] = {
     "drain_worker": "drain",
     "pause_worker": "pause",
     "resume_worker": "resume",
@@ -279,7 +278,7 @@ _ACTIONS: dict[str, Action] = {
 COMMANDS = frozenset({*_ACTIONS, "pause_queue", "resume_queue"})
 
 
-async def obey(engine: Engine, name: str, body: Any) -> dict[str, Any]:
+async def run_command(engine: Engine, name: str, body: Any) -> dict[str, Any]:
     if name in ("pause_queue", "resume_queue"):
         await engine.pause_queue(name == "pause_queue")
         return {"type": "queue_updated", "is_paused": name == "pause_queue"}
@@ -293,7 +292,7 @@ async def obey(engine: Engine, name: str, body: Any) -> dict[str, Any]:
     return {"type": "workers_updated", "workers": workers}
 
 
-async def _command(engine: Engine, action: Action, worker_id: WorkerId) -> list[WorkerRecord]:
+async def _command(engine: Engine, action: FleetAction, worker_id: WorkerId) -> list[WorkerRecord]:
     if worker_id == EVERY_WORKER:
         return await engine.command_workers(action)
     if action == "resume":

@@ -14,12 +14,13 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TypeVar
 
 import msgspec
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
+from comfyfleet.model.recent import RecentDict
+from comfyfleet.paginator import documents_in
 from comfyfleet.ports import Clock, Document, DocumentStore
 from comfyfleet.stores.crypto.value_cipher import (
     KEY_BYTES,
@@ -107,8 +108,6 @@ class KeyCounts(msgspec.Struct, frozen=True):
 
 
 _documents = msgspec.json.Decoder(WrappedKey)
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class Keyring:
@@ -129,8 +128,8 @@ class Keyring:
         self._renew_s = renew_s
         self._rewrapped_with: MasterKeys | None = None
         self._rewrapped_at = 0.0
-        self._current: dict[TenantId, tuple[DataKey, float]] = {}
-        self._known: dict[tuple[TenantId, str], tuple[DataKey, float]] = {}
+        self._current: RecentDict[TenantId, tuple[DataKey, float]] = RecentDict(_MOST_IN_MEMORY)
+        self._known: RecentDict[tuple[TenantId, str], tuple[DataKey, float]] = RecentDict(_MOST_IN_MEMORY)
 
     async def open(self) -> None:
         """Refuses master keys that do not match this store."""
@@ -184,7 +183,7 @@ class Keyring:
         if newest is None or now >= _documents.decode(newest.body).made_at + self._renew_s:
             return await self.renew(tenant)
         key = self._unwrapped(tenant, newest)
-        _remember(self._current, tenant, (key, now))
+        self._current[tenant] = (key, now)
         return key
 
     async def to_decrypt(self, tenant: TenantId, key_id: str) -> DataKey:
@@ -201,7 +200,7 @@ class Keyring:
         if destroyed_at is not None:
             raise DecryptionFailed(f"the data key of tenant {tenant!r} that encrypts it was destroyed")
         key = self._unwrapped(tenant, document)
-        _remember(self._known, (tenant, key_id), (key, now))
+        self._known[tenant, key_id] = (key, now)
         return key
 
     # keys
@@ -220,7 +219,7 @@ class Keyring:
         body = self._wrapped(current, key.secret, name, now)
         if not await self._documents.put(DATA_KEYS, name, body, version=0):
             raise Fault("a new data key's id is taken already; try again")
-        _remember(self._current, tenant, (key, now))
+        self._current[tenant] = (key, now)
         return key
 
     async def rewrap(self) -> int:
@@ -253,7 +252,7 @@ class Keyring:
                     await self._documents.remove(MASTER_KEYS, document.name)
         return moved
 
-    async def shred(self, tenant: TenantId) -> int:
+    async def crypto_shred(self, tenant: TenantId) -> int:
         """Destroys the tenant's data keys: all values under them become unreadable, in every copy."""
         now, destroyed = self._clock.now(), 0
         async for document in self._of(tenant):
@@ -268,7 +267,7 @@ class Keyring:
             del self._known[known]
         return destroyed
 
-    async def tally(self) -> KeyCounts:
+    async def count_keys(self) -> KeyCounts:
         masters: dict[str, int] = {}
         tenants, destroyed = set[TenantId](), 0
         async for document in self._all():
@@ -319,22 +318,13 @@ class Keyring:
 
     async def _of(self, tenant: TenantId) -> AsyncIterator[Document]:
         """Ordered by id, which is by time."""
-        after = prefix = f"{tenant}/"
-        while page := await self._documents.listing(DATA_KEYS, after, _PAGE):
-            for document in page:
-                if not document.name.startswith(prefix):
-                    return
-                # Another tenant's name may begin with this one's and a slash.
-                if _tenant_of(document.name) == tenant:
-                    yield document
-            after = page[-1].name
-
-    async def _all(self) -> AsyncIterator[Document]:
-        after = ""
-        while page := await self._documents.listing(DATA_KEYS, after, _PAGE):
-            for document in page:
+        async for document in documents_in(self._documents, DATA_KEYS, f"{tenant}/", _PAGE):
+            # Another tenant's name may begin with this one's and a slash.
+            if _tenant_of(document.name) == tenant:
                 yield document
-            after = page[-1].name
+
+    def _all(self) -> AsyncIterator[Document]:
+        return documents_in(self._documents, DATA_KEYS, size=_PAGE)
 
 
 def _name(tenant: TenantId, key_id: str) -> str:
@@ -343,10 +333,3 @@ def _name(tenant: TenantId, key_id: str) -> str:
 
 def _tenant_of(name: str) -> TenantId:
     return TenantId(name.rpartition("/")[0])
-
-
-def _remember(kept: dict[K, V], name: K, value: V) -> None:
-    kept.pop(name, None)
-    kept[name] = value
-    if len(kept) > _MOST_IN_MEMORY:
-        del kept[next(iter(kept))]

@@ -5,26 +5,22 @@ Direct workers cannot decrypt, so this store does not admit them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
 from msgspec import UNSET
 
-from comfyfleet.model.calls import (
-    DirectWorkerBacklog,
-    DirectWorkerCompletion,
-    DirectWorkerFailure,
-    PendingRegistration,
-)
-from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseOffer, Phase, Write, WriteResult
+from comfyfleet.model.calls import DirectWorkerBacklog
+from comfyfleet.model.dispatch import Attempt, Dispatch, Write, WriteResult
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.ports import DirectWorkerInbox, Records, Store
+from comfyfleet.model.recent import RecentDict
+from comfyfleet.ports import DirectWorkerInbox, RecordQuery, Records, Store
 from comfyfleet.stores.crypto.keyring import Keyring
 from comfyfleet.stores.crypto.payload_cipher import PayloadCipher
-from comfyfleet.stores.failure_texts import told
+from comfyfleet.stores.failure_texts import with_texts
 
 _MOST_TENANTS = 10_000
 _REFUSAL = (
@@ -43,8 +39,8 @@ class EncryptedStore:
         self._inner = inner
         self._keyring = keyring
         self._cipher = PayloadCipher(keyring)
-        self._tenants = TenantCache()
-        self.records: Records = EncryptedRecords(inner.records, self._cipher, self._tenants)
+        self.records = EncryptedRecords(inner.records, self._cipher)
+        self._tenants = self.records.tenants
         self.direct_workers = (
             None
             if inner.direct_workers is None
@@ -60,27 +56,18 @@ class EncryptedStore:
         await self._keyring.open()
         if self.direct_workers is not None and self._keyring.encrypts:
             # Direct workers from before encryption register again, and learn why they are refused.
-            for worker_id in (await self.direct_workers.look(1)).seen:
+            for worker_id in (await self.direct_workers.backlog(1)).seen:
                 await self._inner.remove_worker(worker_id)
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
-        self._tenants.note(job.job_id, job.tenant)
+        self._tenants[job.job_id] = job.tenant
         if self._keyring.encrypts:
             dispatch = without_digest(dispatch)
         return await self._inner.enqueue(dispatch, await self._cipher.job(job), facts)
 
     async def write(self, write: Write) -> WriteResult | None:
         encrypted = await self._encrypted(write)
-        return None if encrypted is None else told(await self._inner.write(encrypted), write)
-
-    async def finish_and_lease_next(
-        self, write: Write, offer: LeaseOffer
-    ) -> tuple[WriteResult | None, WriteResult | None]:
-        encrypted = await self._encrypted(write)
-        if encrypted is None:
-            return None, None
-        finished, leased = await self._inner.finish_and_lease_next(encrypted, offer)
-        return told(finished, write), leased
+        return None if encrypted is None else with_texts(await self._inner.write(encrypted), write)
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         facts = await self._inner.facts(job_id, after)
@@ -118,23 +105,8 @@ class EncryptedStore:
         tenant = self._tenants.get(job_id)
         if tenant is None and (dispatch := await self._inner.load(job_id)) is not None:
             tenant = dispatch.tenant
-            self._tenants.note(job_id, tenant)
+            self._tenants[job_id] = tenant
         return tenant
-
-
-class TenantCache:
-    """Tenants of recent jobs. A job's tenant never changes."""
-
-    def __init__(self) -> None:
-        self._of: dict[JobId, TenantId] = {}
-
-    def get(self, job_id: JobId) -> TenantId | None:
-        return self._of.get(job_id)
-
-    def note(self, job_id: JobId, tenant: TenantId) -> None:
-        self._of[job_id] = tenant
-        if len(self._of) > _MOST_TENANTS:
-            del self._of[next(iter(self._of))]
 
 
 def without_digest(dispatch: Dispatch) -> Dispatch:
@@ -143,10 +115,11 @@ def without_digest(dispatch: Dispatch) -> Dispatch:
 
 
 class EncryptedRecords:
-    def __init__(self, inner: Records, cipher: PayloadCipher, tenants: TenantCache) -> None:
+    def __init__(self, inner: Records, cipher: PayloadCipher) -> None:
         self._inner = inner
         self._cipher = cipher
-        self._tenants = tenants
+        self.tenants: RecentDict[JobId, TenantId] = RecentDict(_MOST_TENANTS)
+        """Of recent jobs. A job's tenant never changes."""
 
     async def get(self, job_id: JobId) -> Job | None:
         return await self._opened(await self._inner.get(job_id))
@@ -154,24 +127,13 @@ class EncryptedRecords:
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
         return await self._opened(await self._inner.by_reference(tenant, reference))
 
-    async def listing(
-        self,
-        *,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        newest_first: bool = False,
-    ) -> list[Job]:
-        jobs = await self._inner.listing(
-            tenant=tenant, phase=phase, limit=limit, after=after, newest_first=newest_first
-        )
-        return [await self._cipher.opened(job) for job in jobs]
+    async def listing(self, query: RecordQuery) -> list[Job]:
+        return [await self._cipher.opened(job) for job in await self._inner.listing(query)]
 
     async def _opened(self, job: Job | None) -> Job | None:
         if job is None:
             return None
-        self._tenants.note(job.job_id, job.tenant)
+        self.tenants[job.job_id] = job.tenant
         return await self._cipher.opened(job)
 
 
@@ -181,28 +143,18 @@ class EncryptedDirectWorkerInbox:
     def __init__(self, inner: DirectWorkerInbox, keyring: Keyring) -> None:
         self._inner = inner
         self._keyring = keyring
+        self.listen = inner.listen
+        self.admitted = inner.admitted
+        self.refuse = inner.refuse
+        self.settled = inner.settled
+        self.take_finished = inner.take_finished
 
-    def listen(self, wake: Callable[[], None]) -> None:
-        self._inner.listen(wake)
-
-    async def look(self, limit: int) -> DirectWorkerBacklog:
-        found = await self._inner.look(limit)
+    async def backlog(self, limit: int) -> DirectWorkerBacklog:
+        found = await self._inner.backlog(limit)
         if not self._keyring.encrypts:
             return found
         shut = [
             msgspec.structs.replace(each, call=None, problem=_REFUSAL) if each.call is not None else each
-            for each in found.applicants
+            for each in found.registrations
         ]
-        return msgspec.structs.replace(found, applicants=tuple(shut))
-
-    async def admitted(self, applicant: PendingRegistration) -> None:
-        await self._inner.admitted(applicant)
-
-    async def refuse(self, applicant: PendingRegistration, reason: str) -> None:
-        await self._inner.refuse(applicant, reason)
-
-    async def settled(self, report: DirectWorkerFailure) -> None:
-        await self._inner.settled(report)
-
-    async def take_finished(self, limit: int) -> list[DirectWorkerCompletion]:
-        return await self._inner.take_finished(limit)
+        return msgspec.structs.replace(found, registrations=tuple(shut))

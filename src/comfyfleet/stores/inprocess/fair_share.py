@@ -26,7 +26,7 @@ class FairShareState:
         """The virtual time that each lease was charged."""
         self.changed: dict[TenantId, None] = {}
         """Tenants whose share changed since it was last written."""
-        self.came_free: Callable[[], None] = lambda: None
+        self.on_freed: Callable[[], None] = lambda: None
         """Called when a waiting job may be leased again."""
         self._index = index
         self._waiting: Counter[TenantId] = Counter()
@@ -57,7 +57,7 @@ class FairShareState:
         ends = (terms.held_until for terms in self.terms.values())
         return min((end for end in ends if end is not None and end > now), default=None)
 
-    def of(self, tenant: TenantId) -> TenantShare:
+    def get(self, tenant: TenantId) -> TenantShare:
         return TenantShare(
             tenant,
             self._index.virtual_time(tenant),
@@ -75,7 +75,7 @@ class FairShareState:
         terms = self.terms.get(tenant)
         return 1.0 if terms is None else terms.weight
 
-    def take_in(self, share: TenantShare) -> None:
+    def import_share(self, share: TenantShare) -> None:
         """Takes a share from elsewhere; its jobs are counted when they arrive."""
         self._index.advance(share.tenant, share.virtual_time)
         self.credits[share.tenant] = share.credit
@@ -95,7 +95,7 @@ class FairShareState:
 
     def begin_to_wait(self, tenant: TenantId) -> None:
         """For a tenant that had no open jobs."""
-        self._set_share(self.of(tenant).started(self._start(tenant)))
+        self._set_share(self.get(tenant).started(self._start(tenant)))
 
     def count_waiting(self, tenant: TenantId, by: int) -> None:
         _add(self._waiting, tenant, by)
@@ -107,7 +107,7 @@ class FairShareState:
 
     def charge(self, job_id: JobId, tenant: TenantId, seconds: float) -> None:
         """At the start of a lease, before it is counted."""
-        share = self.of(tenant)
+        share = self.get(tenant)
         if share.is_behind:
             self.behind.discard(tenant)
             share = share.started(self._start(tenant))
@@ -118,7 +118,7 @@ class FairShareState:
         """At the end of a lease: corrects the charge by the time used."""
         charged = self.charges.pop(job_id, None)
         if charged is not None and used_s is not None:
-            share = self.of(tenant)
+            share = self.get(tenant)
             self._set_share(share.charged(used_s / share.weight - charged))
 
     def advance(self, tenant: TenantId, seconds: float) -> None:
@@ -128,7 +128,7 @@ class FairShareState:
 
     def _start(self, tenant: TenantId) -> float:
         others = {*self._waiting, *self._leased} - {tenant}
-        return start_among(map(self.of, others), self._index.greatest_virtual_time())
+        return start_among(map(self.get, others), self._index.greatest_virtual_time())
 
     def _set_share(self, share: TenantShare) -> None:
         self._index.advance(share.tenant, share.virtual_time)
@@ -137,14 +137,14 @@ class FairShareState:
 
     def _update_exclusion(self, tenant: TenantId, now: float) -> None:
         """Excludes or readmits the tenant according to its terms and leases."""
-        if self.of(tenant).is_out(now):
-            self._index.take_out(tenant)
+        if self.get(tenant).is_excluded(now):
+            self._index.hide_tenant(tenant)
             self.behind.add(tenant)
             self.changed[tenant] = None
-        elif self._index.is_out(tenant):
-            self._index.bring_back(tenant)
+        elif self._index.is_hidden(tenant):
+            self._index.unhide_tenant(tenant)
             if tenant in self._waiting:
-                self.came_free()
+                self.on_freed()
 
 
 def _add(counter: Counter[TenantId], tenant: TenantId, by: int) -> None:
@@ -174,8 +174,8 @@ class MemoryFairShare:
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         self._shares.advance(tenant, seconds)
 
-    async def of(self, tenant: TenantId) -> TenantShare:
-        return self._shares.of(tenant)
+    async def get(self, tenant: TenantId) -> TenantShare:
+        return self._shares.get(tenant)
 
     async def next_hold_end(self) -> float | None:
         return self._shares.next_hold_end(self._now())

@@ -360,35 +360,18 @@ class LaneIndex:
     def greatest_virtual_time(self) -> float:
         return max(self._tenants.virtual_times.values(), default=0.0)
 
-    def is_out(self, tenant: TenantId) -> bool:
+    def is_hidden(self, tenant: TenantId) -> bool:
         return tenant in self._tenants.out
 
-    def take_out(self, tenant: TenantId) -> None:
-        """Hides the tenant's jobs until `bring_back`."""
+    def hide_tenant(self, tenant: TenantId) -> None:
+        """Hides the tenant's jobs until `unhide_tenant`."""
         self._tenants.out.setdefault(tenant, {})
 
-    def bring_back(self, tenant: TenantId) -> None:
+    def unhide_tenant(self, tenant: TenantId) -> None:
         for profile, at in self._tenants.out.pop(tenant, ()):
             profile.restore(at, self._tenants.virtual_times)
 
     # choosing
-
-    def first(
-        self, key: ProfileKey, skip: Set[str] = _NOTHING, skip_jobs: Container[int] = ()
-    ) -> tuple[LaneKey, int] | None:
-        """The job this profile takes next."""
-        profile = self._profiles.get(key)
-        best = None if profile is None else profile.best(self._tenants)
-        if best is None:
-            return None
-        # Usually nothing is skipped: the top lane has the job, and no lane is set aside.
-        first, lane = best[1].heap[0]
-        if first not in skip_jobs and not (skip and _is_skipped(lane.key, skip)):
-            return lane.key, first
-        with closing(self._walk(key, skip, skip_jobs)) as walk:
-            for found, sequence, _ in walk:
-                return found, sequence
-        return None
 
     def window(
         self,

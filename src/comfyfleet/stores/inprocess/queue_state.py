@@ -35,7 +35,7 @@ from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, 
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
-from comfyfleet.stores.guards import extended, granted, holds, is_held
+from comfyfleet.stores.guards import extended, granted, holds, is_leased_as
 from comfyfleet.stores.inprocess.blocks import BlockTable, WorkflowStatsTable
 from comfyfleet.stores.inprocess.due_times import DueTimes
 from comfyfleet.stores.inprocess.fair_share import FairShareState
@@ -92,7 +92,7 @@ class QueueState(Generic[E]):
         self.forgotten: list[Pair] = []
         """Pairs evicted by the blocks of the latest write."""
         self.index = LaneIndex()
-        self.shares = FairShareState(self.index)
+        self.fair_share = FairShareState(self.index)
         self._clock = clock
         self._began = clock.now() - clock.monotonic()
         """Wall time at monotonic time 0, as the clock is set now."""
@@ -144,7 +144,7 @@ class QueueState(Generic[E]):
         entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
         self._register(entry)
         self._note_end(entry)
-        self._count_in(entry, is_newcomer=not self.shares.is_open(dispatch.tenant))
+        self._count_in(entry, is_newcomer=not self.fair_share.is_open(dispatch.tenant))
         return WriteResult(dispatch, self._note(entry, drafts))
 
     def has_classes(self, dispatch: Dispatch) -> bool:
@@ -158,7 +158,7 @@ class QueueState(Generic[E]):
         if self.is_paused:
             return []
         now = self._now()
-        self.shares.end_holds(now)
+        self.fair_share.end_holds(now)
         blocked = self.blocks.blocked_targets(query.worker_id, now)
         found = self.index.window(
             query.profile,
@@ -175,7 +175,7 @@ class QueueState(Generic[E]):
                 sequence,
                 self.entries[job_id].dispatch.queued_at,
                 virtual_time,
-                self.shares.weight(lane.tenant),
+                self.fair_share.weight(lane.tenant),
             )
             for lane, sequence, virtual_time in found
         ]
@@ -189,25 +189,13 @@ class QueueState(Generic[E]):
         if not self.index.may_take(offer.profile, entry.dispatch.class_key):
             return None
         now = self._now()
-        self.shares.end_holds(now)
-        if self.index.is_out(entry.dispatch.tenant):
+        self.fair_share.end_holds(now)
+        if self.index.is_hidden(entry.dispatch.tenant):
             return None
         blocked = self.blocks.blocked_targets(offer.worker_id, now)
         if blocked and not blocked.isdisjoint(entry.dispatch.block_targets):
             return None
         return self._grant(entry, entry.dispatch.lane, offer)
-
-    def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        if self.is_paused or not self._is_as_matched(offer):
-            return None
-        now = self._now()
-        self.shares.end_holds(now)
-        blocked = self.blocks.blocked_targets(offer.worker_id, now)
-        chosen = self.index.first(offer.profile, blocked, self._blocked_sequences(blocked))
-        if chosen is None:
-            return None
-        lane, sequence = chosen
-        return self._grant(self.entries[self._by_sequence[sequence]], lane, offer)
 
     def _is_as_matched(self, offer: LeaseOffer) -> bool:
         """The worker may have registered anew since matching, perhaps with other tenants."""
@@ -231,7 +219,7 @@ class QueueState(Generic[E]):
         end = None if lease is None else write.attempt_end
         assert lease is None or end is not None, "a write that ends a lease has an attempt_end"
         # Nothing below can fail, so the write is atomic.
-        was_open = self.shares.is_open(before.tenant)
+        was_open = self.fair_share.is_open(before.tenant)
         self._count_out(before)
         if lease is not None and end is not None:
             self._end_lease(entry, lease, end)
@@ -246,7 +234,7 @@ class QueueState(Generic[E]):
 
     def heartbeat(self, ref: LeaseRef, ttl_s: float) -> LeaseState:
         entry = self.entries.get(ref.job_id)
-        if entry is None or not is_held(entry.dispatch, ref):
+        if entry is None or not is_leased_as(entry.dispatch, ref):
             return LeaseState(ref, is_alive=False)
         now = self._now()
         dispatch = entry.dispatch
@@ -301,7 +289,7 @@ class QueueState(Generic[E]):
 
     # loading and unloading
 
-    def take_in(self, entry: E) -> None:
+    def load(self, entry: E) -> None:
         """Loads a job that is not counted yet."""
         dispatch = entry.dispatch
         self._register(entry)
@@ -309,12 +297,12 @@ class QueueState(Generic[E]):
             self._begin_lease(dispatch, dispatch.lease)
         self._count_in(entry)
 
-    def bring_back(self, entry: E) -> None:
+    def load_ended(self, entry: E) -> None:
         """Loads an ended job that is still counted."""
         self.by_phase[entry.dispatch.phase] -= 1
-        self.take_in(entry)
+        self.load(entry)
 
-    def let_go(self, entry: E) -> None:
+    def unload_ended(self, entry: E) -> None:
         """Unloads an ended job; it stays counted."""
         del self.entries[entry.dispatch.job_id]
         if entry.reference is not None:
@@ -326,7 +314,7 @@ class QueueState(Generic[E]):
         self._count_out(dispatch)
         if dispatch.lease is not None:
             self._drop_lease(dispatch, dispatch.lease)
-        self.let_go(entry)
+        self.unload_ended(entry)
 
     # private
 
@@ -352,10 +340,10 @@ class QueueState(Generic[E]):
             self._by_readiness[dispatch.standing] += 1
             if dispatch.standing is _IN_LANE:
                 self._by_sequence[dispatch.sequence] = dispatch.job_id
-                if self.shares.is_fair:
+                if self.fair_share.is_fair:
                     if is_newcomer:
-                        self.shares.begin_to_wait(dispatch.tenant)
-                    self.shares.count_waiting(dispatch.tenant, 1)
+                        self.fair_share.begin_to_wait(dispatch.tenant)
+                    self.fair_share.count_waiting(dispatch.tenant, 1)
                 self.index.add(dispatch.lane, dispatch.sequence)
         self._watch(dispatch)
 
@@ -368,8 +356,8 @@ class QueueState(Generic[E]):
             if dispatch.standing is _IN_LANE:
                 self.index.remove(dispatch.lane, dispatch.sequence)
                 del self._by_sequence[dispatch.sequence]
-                if self.shares.is_fair:
-                    self.shares.count_waiting(dispatch.tenant, -1)
+                if self.fair_share.is_fair:
+                    self.fair_share.count_waiting(dispatch.tenant, -1)
         if is_queued or phase is _LEASED:
             self.payload_bytes -= dispatch.payload_bytes
             self.index.unpin(dispatch.class_key)
@@ -444,9 +432,9 @@ class QueueState(Generic[E]):
         self.index.remove(lane, before.sequence)
         del self._by_sequence[before.sequence]
         self._watch(after)
-        if self.shares.is_fair:
-            self.shares.count_waiting(after.tenant, -1)
-            self.shares.charge(after.job_id, after.tenant, offer.charge_s)
+        if self.fair_share.is_fair:
+            self.fair_share.count_waiting(after.tenant, -1)
+            self.fair_share.charge(after.job_id, after.tenant, offer.charge_s)
         self._begin_lease(after, lease)
         entry.attempts += (attempt,)
         entry.fact_count += 1
@@ -455,8 +443,8 @@ class QueueState(Generic[E]):
     def _begin_lease(self, dispatch: Dispatch, lease: Lease) -> None:
         self._leases_of.setdefault(lease.worker_id, {})[dispatch.job_id] = None
         self._polls[lease.poll_id] = dispatch.job_id
-        if self.shares.is_fair:
-            self.shares.count_leased(dispatch.tenant, 1, self._now())
+        if self.fair_share.is_fair:
+            self.fair_share.count_leased(dispatch.tenant, 1, self._now())
 
     def _drop_lease(self, dispatch: Dispatch, lease: Lease) -> None:
         job_id = dispatch.job_id
@@ -466,12 +454,12 @@ class QueueState(Generic[E]):
             self._leases_of.pop(lease.worker_id, None)
         if self._polls.get(lease.poll_id) == job_id:
             del self._polls[lease.poll_id]
-        if self.shares.is_fair:
-            self.shares.count_leased(dispatch.tenant, -1, self._now())
+        if self.fair_share.is_fair:
+            self.fair_share.count_leased(dispatch.tenant, -1, self._now())
 
     def _end_lease(self, entry: E, lease: Lease, end: AttemptEnd) -> None:
-        if self.shares.is_fair:
-            self.shares.settle(entry.dispatch.job_id, entry.dispatch.tenant, end.used_s)
+        if self.fair_share.is_fair:
+            self.fair_share.settle(entry.dispatch.job_id, entry.dispatch.tenant, end.used_s)
         self._drop_lease(entry.dispatch, lease)
         ended = msgspec.structs.replace(
             entry.attempts[-1],

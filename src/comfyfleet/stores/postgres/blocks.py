@@ -87,11 +87,11 @@ async def replace_worker(step: SqlStep, worker: WorkerRecord) -> bool:
     stored = await _held_worker(step, worker.worker_id)
     if stored is None or stored.revision != worker.revision:
         return False
-    _write_worker(step, worker.over(stored))
+    _write_worker(step, worker.merged_onto(stored))
     return True
 
 
-async def note_worker(step: SqlStep, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+async def apply_worker_delta(step: SqlStep, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
     stored = await _held_worker(step, worker_id)
     if stored is None:
         return None
@@ -162,7 +162,7 @@ async def put_workflow_stats(step: SqlStep, stats: WorkflowStats) -> None:
         step.add(_BOUND_WORKFLOW_STATS, (MAX_WORKFLOW_STATS,))
 
 
-async def learn(step: SqlStep, delta: WorkflowStatsDelta) -> WorkflowStats:
+async def add_workflow_stats(step: SqlStep, delta: WorkflowStatsDelta) -> WorkflowStats:
     # Lock an existing row, or two first updates would each write their own.
     empty = codec.encode(WorkflowStats(delta.workflow_hash))
     found = await step.ask(

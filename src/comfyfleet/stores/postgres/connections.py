@@ -2,16 +2,13 @@
 
 A connection keeps no state between transactions (no prepared statements, settings or session locks), so a
 transaction pooler may stand in between.
-
-`CallBatcher` answers calls of one kind that arrive while others are answered together, in one transaction. A
-call that comes alone goes at once. A caller cancelled before its group starts is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import AsyncClientCursor, AsyncConnection
@@ -261,66 +258,3 @@ def _unstorable(error: Exception) -> Refusal:
 
 def _words(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
-
-MAX_GROUP = 64
-
-
-class CallBatcher(Generic[Question, Answer]):
-    def __init__(self, answer: Callable[[Sequence[Question]], Awaitable[Sequence[Answer]]]) -> None:
-        self._answer = answer
-        self._waiting: dict[Hashable, list[tuple[Question, asyncio.Future[Answer]]]] = {}
-        """By kind. A kind is present while a task works for it."""
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def ask(self, kind: Hashable, question: Question) -> Answer:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.get(kind)
-        if waiting is None:
-            self._waiting[kind] = [(question, answer)]
-            task = asyncio.create_task(self._work(kind), name="comfyfleet-postgres-group")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        else:
-            waiting.append((question, answer))
-        return await answer
-
-    async def _work(self, kind: Hashable) -> None:
-        try:
-            while waiting := self._waiting[kind]:
-                group = [each for each in waiting[:MAX_GROUP] if not each[1].done()]
-                self._waiting[kind] = waiting[MAX_GROUP:]
-                if group:
-                    await self._answer_group(group)
-        finally:
-            for _, answer in self._waiting.pop(kind):
-                answer.cancel()
-
-    async def _answer_group(self, group: Sequence[tuple[Question, asyncio.Future[Answer]]]) -> None:
-        try:
-            answers = await self._answer([question for question, _ in group])
-        # The callers get any error.
-        except Exception as error:
-            if isinstance(error, Refusal) and len(group) > 1:
-                # One call is invalid: answer each alone, so that only its caller is refused.
-                for each in group:
-                    await self._answer_group([each])
-                return
-            for _, waiter in group:
-                if not waiter.done():
-                    waiter.set_exception(error)
-            return
-        except asyncio.CancelledError:
-            for _, waiter in group:
-                waiter.cancel()
-            raise
-        for (_, waiter), answer in zip(group, answers, strict=True):
-            if not waiter.done():
-                waiter.set_result(answer)
-
-    async def close(self) -> None:
-        """Finishes running groups."""
-        await asyncio.gather(*self._tasks)

@@ -88,7 +88,9 @@ async def _drop_idle(step: SqlStep) -> None:
     step.add("DELETE FROM comfyfleet.profile_classes WHERE class_key = ANY (%s)", (dropped,))
 
 
-async def put_profile(step: SqlStep, profile: ProfileKey, fits: Collection[ClassKey], version: int) -> bool:
+async def put_profile(
+    step: SqlStep, profile: ProfileKey, fits: Collection[ClassKey], *, version: int
+) -> bool:
     if not await _raise_version(step, version):
         return False
     found = await step.row(

@@ -8,9 +8,7 @@ transaction that finds too late that tenants have terms raises `FairShareBegan`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-
-import msgspec
+from collections.abc import Callable, Mapping
 
 from comfyfleet.model.dispatch import AttemptEnd, LeaseOffer, WriteResult
 from comfyfleet.model.errors import Fault
@@ -112,11 +110,6 @@ class FairShareBegan(Exception):
     """Tenants have terms now: leases are charged, for which this transaction has no lock."""
 
 
-def share_of(row: Row) -> TenantShare:
-    """From the columns of `lanes.SHARE`, for a tenant with waiting jobs."""
-    return _share((*row, 1))
-
-
 def _share(row: Row) -> TenantShare:
     tenant, virtual_time, credit, leased, is_behind, has_terms, weight, max_leased, held_until, waiting = row[
         :10
@@ -142,54 +135,19 @@ async def begin_to_wait(step: SqlStep, tenant: TenantId) -> None:
         step.add(_START, (tenant, _start(await _everyone(step), tenant)))
 
 
-class LeaseCharge(msgspec.Struct, frozen=True):
-    """The cost of a lease in virtual time."""
-
-    tenant: TenantId
-    by: float
-    start: float | None
-    """For a tenant that was excluded: its new virtual time."""
-
-
-class Standings:
-    """Tenants' shares under the lock, including the leases chosen so far."""
-
-    def __init__(self, step: SqlStep, known: Iterable[TenantShare]) -> None:
-        self._step = step
-        self._known = {share.tenant: share for share in known}
-        self._everyone: dict[TenantId, TenantShare] | None = None
-
-    def __getitem__(self, tenant: TenantId) -> TenantShare:
-        return self._known[tenant]
-
-    async def lease(self, tenant: TenantId, offer: LeaseOffer) -> LeaseCharge:
-        share, start = self._known[tenant], None
-        if share.is_behind:
-            if self._everyone is None:
-                self._everyone = await _everyone(self._step)
-            start = _start({**self._everyone, **self._known}, tenant)
-            share = share.started(start)
-        by = offer.charge_s / share.weight
-        share = msgspec.structs.replace(share.charged(by), leased=share.leased + 1)
-        self._known[tenant] = msgspec.structs.replace(share, is_behind=share.is_at_cap)
-        return LeaseCharge(tenant, by, start)
-
-
-def take(step: SqlStep, charge: LeaseCharge) -> float:
-    """Called under the lock, with the lease. Returns the charge."""
-    step.add(_LEASED, {"tenant": charge.tenant, "by": charge.by, "start": charge.start})
-    return charge.by
-
-
 async def lease(
     step: SqlStep, tenant: TenantId, offer: LeaseOffer, test_now: float | None
 ) -> tuple[float, float] | None:
     """Takes the lock. Returns the time under it and the charge. None: the tenant is excluded now."""
     _, ((now,),), found = await step.ask((HOLD, ()), rows.moment(test_now), (_ONE, (tenant,)))
     share = _share(found[0]) if found else TenantShare(tenant, waiting=1)
-    if share.is_out(now):
+    if share.is_excluded(now):
         return None
-    return now, take(step, await Standings(step, [share]).lease(tenant, offer))
+    # A tenant that was excluded starts again among those that wait.
+    start = _start(await _everyone(step), tenant) if share.is_behind else None
+    by = offer.charge_s / share.weight
+    step.add(_LEASED, {"tenant": tenant, "by": by, "start": start})
+    return now, by
 
 
 def end(step: SqlStep, opened: rows.LockedJob, attempt_end: AttemptEnd) -> Later:
@@ -222,15 +180,15 @@ class PostgresFairShare:
             step.add(_PUT_TERMS, values)
             now = (await step.rows(*rows.moment(self._now())))[0][0]
             found = await step.rows(_ONE, (terms.tenant,))
-            if _share(found[0]).is_out(now):
+            if _share(found[0]).is_excluded(now):
                 step.add("UPDATE comfyfleet.tenants SET is_behind = true WHERE tenant = %s", (terms.tenant,))
 
         await self._pool.transact(put)
-        self._hints.tell_all()
+        self._hints.notify_all()
 
     async def remove_terms(self, tenant: TenantId) -> None:
         await self._pool.execute((HOLD, ()), (_REMOVE_TERMS, (tenant,)))
-        self._hints.tell_all()
+        self._hints.notify_all()
 
     async def terms(self) -> list[TenantTerms]:
         found = await self._pool.fetch(f"{_ALL} WHERE t.has_terms ORDER BY t.tenant")
@@ -240,20 +198,20 @@ class PostgresFairShare:
         assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
         await self._pool.execute((_CHARGE, (tenant, seconds)))
 
-    async def of(self, tenant: TenantId) -> TenantShare:
+    async def get(self, tenant: TenantId) -> TenantShare:
         found = await self._pool.fetch(f"{_COUNTED} WHERE t.tenant = %s", (tenant,))
         if not found:
             return TenantShare(tenant)
         return _share(found[0]) if found[0][10] else TenantShare(tenant, found[0][1])
 
-    async def tell_of(self, written: WriteResult | None, freed: Later | None) -> None:
+    async def notify_of(self, written: WriteResult | None, freed: Later | None) -> None:
         """After a commit: hints at jobs that may be leased now."""
         if written is None:
             return
         if freed is not None and await self._may_take_more(written.dispatch.tenant, freed):
-            self._hints.tell_all()
+            self._hints.notify_all()
         elif written.dispatch.stands_in_lane:
-            self._hints.tell()
+            self._hints.notify()
 
     async def _may_take_more(self, tenant: TenantId, freed: Later) -> bool:
         """Asks what waits now: a later enqueue sends its own hint."""

@@ -13,7 +13,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from comfyfleet.model.dispatch import Candidate, LaneKey
-from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkflowHash
+from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres.connections import SqlStep
 
 # Such an old bound makes every look pass over the jobs leased since.
@@ -31,8 +32,7 @@ INSERT INTO comfyfleet.lanes (class_key, tenant, priority, workflow_hash, head) 
 ON CONFLICT DO NOTHING RETURNING lane_id
 """
 
-# Admission comes first: a paused queue shows nothing, nor does a worker see what is blocked for it. A lease
-# requires the matched profile: the worker may have registered anew since, perhaps with other tenants.
+# Admission comes first: a paused queue shows nothing, nor does a worker see what is blocked for it.
 GATE = """
 WITH gate AS MATERIALIZED (
     SELECT moment.now, is_fair, ARRAY(
@@ -41,8 +41,7 @@ WITH gate AS MATERIALIZED (
     FROM comfyfleet.state, (
         SELECT coalesce(%(test_now)s::float8, extract(epoch FROM clock_timestamp())::float8) AS now OFFSET 0
     ) AS moment
-    WHERE NOT is_paused AND NOT EXISTS (
-        SELECT FROM comfyfleet.workers w WHERE w.worker_id = %(worker_id)s AND w.profile <> %(matched)s)
+    WHERE NOT is_paused
 )
 """
 
@@ -52,28 +51,21 @@ workflow_hash <> ALL (gate.blocked) AND workflow_hash || '@' || l.tenant <> ALL 
 """
 
 # Excludes a tenant that is held or at its cap.
-MAY_HAVE = """
+_MAY_HAVE = """
 (t.max_leased IS NULL OR t.leased < t.max_leased) AND (t.held_until IS NULL OR t.held_until <= gate.now)
 """
 
-# The share of a lane's tenant, in the order that `fair_share.py` reads. A tenant may have no row.
-SHARE = """
-l.tenant, coalesce(t.virtual_time, 0) AS virtual_time, coalesce(t.credit, 0) AS credit,
-coalesce(t.leased, 0) AS leased, coalesce(t.is_behind, false) AS is_behind, coalesce(t.has_terms, false) AS has_terms,
-coalesce(t.weight, 1) AS weight, t.max_leased, t.held_until
-"""
-
-LOOK = (
+_LOOK = (
     GATE
     + f"""
-SELECT now, lane_id, class_key, tenant, priority, workflow_hash, virtual_time, weight, head, sequence, job_id, queued_at
+SELECT lane_id, class_key, tenant, priority, workflow_hash, virtual_time, weight, head, sequence, job_id, queued_at
 FROM gate CROSS JOIN LATERAL (
     SELECT lane_id, l.class_key, l.tenant, priority, workflow_hash, head, coalesce(t.virtual_time, 0) AS virtual_time,
         CASE WHEN gate.is_fair THEN coalesce(t.weight, 1) ELSE 0 END AS weight
     FROM comfyfleet.profile_classes p
     JOIN comfyfleet.lanes l ON l.class_key = p.class_key
     LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
-    WHERE p.profile = %(profile)s AND {IS_FREE} AND workflow_hash <> ALL (%(skip)s) AND {MAY_HAVE}
+    WHERE p.profile = %(profile)s AND {IS_FREE} AND workflow_hash <> ALL (%(skip)s) AND {_MAY_HAVE}
     ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
 ) AS top
 LEFT JOIN LATERAL (
@@ -123,28 +115,6 @@ async def place(step: SqlStep, lane: LaneKey, sequence: int) -> int:
             return int(row[0])
 
 
-class LaneQuery(msgspec.Struct, frozen=True):
-    """What a worker's slot asks for, and when. None: the server's time."""
-
-    worker_id: WorkerId
-    profile: ProfileKey
-    test_now: float | None
-    slots: int
-    lanes: int = 0
-    quantum_s: float = 0.0
-    skip: Collection[str] = ()
-    matched: ProfileKey | None = None
-    """The profile that the worker must still have. None: any."""
-
-
-class LaneView(msgspec.Struct, frozen=True):
-    """The answer, its time, and the lanes to tidy."""
-
-    candidates: list[Candidate]
-    now: float
-    untidy: Sequence[int]
-
-
 # (−priority, virtual time, sequence): the store's order
 _Key = tuple[int, float, int]
 
@@ -152,21 +122,20 @@ _Key = tuple[int, float, int]
 class _Page(msgspec.Struct):
     """One look: jobs in order, and how far the order is certain (None: to the end)."""
 
-    now: float
     items: list[tuple[_Key, Candidate]]
     horizon: _Key | None
     lagging: list[int]
     empty: list[int]
 
 
-async def window(step: SqlStep, look: LaneQuery) -> LaneView:
+async def window(step: SqlStep, query: Peek, test_now: float | None) -> tuple[list[Candidate], Sequence[int]]:
     """As many jobs as there are slots, in order; then heads of further lanes, of the same priority and of
-    tenants within a quantum of the least served.
+    tenants within a quantum of the least served. Also the lanes to tidy.
     """
-    first_limit = limit = look.slots + look.lanes + MAX_EMPTY
+    first_limit = limit = query.slots + query.lanes + MAX_EMPTY
     while True:
-        page = await _page(step, look, limit)
-        found, is_certain = _choose(page, look)
+        page = await _page(step, query, test_now, limit)
+        found, is_certain = _choose(page, query)
         if is_certain:
             break
         limit *= 4
@@ -174,26 +143,24 @@ async def window(step: SqlStep, look: LaneQuery) -> LaneView:
     # If one look was not enough, empty lanes and old bounds were in the way.
     if limit > first_limit or len(page.empty) > MAX_EMPTY:
         untidy = [*untidy, *page.empty]
-    return LaneView(found, page.now, untidy)
+    return found, untidy
 
 
-async def _page(step: SqlStep, look: LaneQuery, limit: int) -> _Page:
+async def _page(step: SqlStep, query: Peek, test_now: float | None, limit: int) -> _Page:
     rows = await step.rows(
-        LOOK,
+        _LOOK,
         {
-            "worker_id": look.worker_id,
-            "test_now": look.test_now,
-            "profile": look.profile,
-            "matched": look.matched,
-            "skip": list(look.skip),
+            "worker_id": query.worker_id,
+            "test_now": test_now,
+            "profile": query.profile,
+            "skip": list(query.skip),
             "lanes": limit,
-            "depth": max(look.slots, 1),
+            "depth": max(query.slots, 1),
         },
     )
-    page = _Page(rows[0][0] if rows else 0.0, [], None, [], [])
+    page = _Page([], None, [], [])
     bounds: dict[int, _Key] = {}
     for (
-        _,
         lane_id,
         class_key,
         tenant,
@@ -222,7 +189,7 @@ async def _page(step: SqlStep, look: LaneQuery, limit: int) -> _Page:
     return page
 
 
-def _choose(page: _Page, look: LaneQuery) -> tuple[list[Candidate], bool]:
+def _choose(page: _Page, query: Peek) -> tuple[list[Candidate], bool]:
     """Walks like the in-process index. False: the page is too short to be certain."""
     found: list[Candidate] = []
     seen: set[LaneKey] = set()
@@ -230,13 +197,13 @@ def _choose(page: _Page, look: LaneQuery) -> tuple[list[Candidate], bool]:
     for key, item in page.items:
         if page.horizon is not None and key > page.horizon:
             # A lane that was not read may come before this; it matters only if something could be added.
-            return found, _is_full(found, seen, look, page.horizon, level, least)
+            return found, _is_full(found, seen, query, page.horizon, level, least)
         lane = item.lane
-        if len(found) >= look.slots:
+        if len(found) >= query.slots:
             if (
                 lane.priority != level
-                or len(seen) >= look.lanes
-                or item.virtual_time > least + look.quantum_s
+                or len(seen) >= query.lanes
+                or item.virtual_time > least + query.quantum_s
             ):
                 return found, True
             if lane in seen:
@@ -248,30 +215,30 @@ def _choose(page: _Page, look: LaneQuery) -> tuple[list[Candidate], bool]:
         found.append(item)
     if page.horizon is None:
         return found, True
-    return found, _is_full(found, seen, look, page.horizon, level, least)
+    return found, _is_full(found, seen, query, page.horizon, level, least)
 
 
 def _is_full(
     found: Sequence[Candidate],
     seen: Collection[LaneKey],
-    look: LaneQuery,
+    query: Peek,
     horizon: _Key,
     level: int,
     least: float,
 ) -> bool:
-    if len(found) < look.slots:
+    if len(found) < query.slots:
         return False
-    return -horizon[0] != level or len(seen) >= look.lanes or horizon[1] > least + look.quantum_s
+    return -horizon[0] != level or len(seen) >= query.lanes or horizon[1] > least + query.quantum_s
 
 
-async def tidy(step: SqlStep, lanes: Sequence[int]) -> None:
+async def clean_up(step: SqlStep, lanes: Sequence[int]) -> None:
     """Raises old bounds and removes empty lanes; skips lanes in use."""
     locked = [lane_id for (lane_id,) in await step.rows(_TIDY_LOCK, (list(lanes),))]
     # A new statement sees all jobs that entered these lanes before they were locked.
     step.add(_TIDY, (locked,))
 
 
-async def tidy_empty(step: SqlStep, limit: int) -> None:
+async def remove_empty_lanes(step: SqlStep, limit: int) -> None:
     empty = [lane_id for (lane_id,) in await step.rows(_EMPTY_LANES, (limit,))]
     if empty:
-        await tidy(step, empty)
+        await clean_up(step, empty)

@@ -62,31 +62,34 @@ class Notifications:
         self._read()
 
     def listen(
-        self, wake: Callable[[], None], hear: Hear | None = None, relearn: Callable[[], None] | None = None
+        self,
+        wake: Callable[[], None],
+        on_command: Hear | None = None,
+        on_new_class: Callable[[], None] | None = None,
     ) -> None:
         self._listeners.append(wake)
-        if relearn is not None:
-            self._learners.append(relearn)
-        if hear is not None:
-            self._hearers.append(hear)
+        if on_new_class is not None:
+            self._learners.append(on_new_class)
+        if on_command is not None:
+            self._hearers.append(on_command)
         self._read()
 
     def _read(self) -> None:
         if self._is_open and self._listeners and self._reader is None:
             self._reader = asyncio.create_task(self._keep_reading(), name="comfyfleet-postgres-hints")
 
-    def tell(self, channel: str = CHANNEL) -> None:
+    def notify(self, channel: str = CHANNEL) -> None:
         """Hints that something may wait or is new. Sent at once, or with others a moment later."""
         self._due.add(channel)
         if self._is_open and (self._sender is None or self._sender.done()):
             self._sender = asyncio.create_task(self._send(), name="comfyfleet-postgres-notify")
 
-    def tell_all(self) -> None:
+    def notify_all(self) -> None:
         """Also wakes this process, which ignores its own notifications."""
-        self.tell()
+        self.notify()
         self._wake()
 
-    async def tell_worker(self, worker_id: WorkerId, command: Command) -> None:
+    async def notify_worker(self, worker_id: WorkerId, command: Command) -> None:
         command = msgspec.structs.replace(command, reason=command.reason[:_MAX_REASON])
         text = msgspec.json.encode(_WorkerCommand(worker_id, command, self._sender_id)).decode()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from comfyfleet.model.dispatch import Phase
+import msgspec
+
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
+from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.postgres import codec
 from comfyfleet.stores.postgres.connections import ConnectionPool, SqlStep
 
@@ -37,33 +39,26 @@ class PostgresRecords:
         found = await self._pool.fetch(query, values)
         return codec.decode_job(*found[0]) if found else None
 
-    async def listing(
-        self,
-        *,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        newest_first: bool = False,
-    ) -> list[Job]:
+    async def listing(self, query: RecordQuery) -> list[Job]:
         async def read(step: SqlStep) -> list[Job]:
-            query, place = _ALL, "j.sequence"
+            phase, after = query.phase, query.after
+            sql, place = _ALL, "j.sequence"
             if phase is not None:
-                query = _OF_PHASE.format(table="ended" if phase.is_final else "dispatches")
+                sql = _OF_PHASE.format(table="ended" if phase.is_final else "dispatches")
                 place = "s.sequence"
-            beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
-            values: dict[str, object] = {"tenant": tenant, "phase": phase, "limit": limit, "after": after}
-            if tenant is not None:
-                query += " AND j.tenant = %(tenant)s"
+            beyond, order = ("<", "DESC") if query.newest_first else (">", "ASC")
+            values = msgspec.structs.asdict(query)
+            if query.tenant is not None:
+                sql += " AND j.tenant = %(tenant)s"
             if after is not None:
                 last = await step.row("SELECT sequence FROM comfyfleet.jobs WHERE job_id = %s", (after,))
                 if last is None:
                     # The last job of the previous page is gone; its id still gives its time.
-                    query += f" AND j.job_id {beyond} %(after)s"
+                    sql += f" AND j.job_id {beyond} %(after)s"
                 else:
                     values["sequence"] = last[0]
-                    query += f" AND {place} {beyond} %(sequence)s"
-            rows = await step.rows(f"{query} ORDER BY {place} {order} LIMIT %(limit)s", values)
+                    sql += f" AND {place} {beyond} %(sequence)s"
+            rows = await step.rows(f"{sql} ORDER BY {place} {order} LIMIT %(limit)s", values)
             return [codec.decode_job(*row) for row in rows]
 
         return await self._pool.read(read)

@@ -13,6 +13,7 @@ import msgspec
 
 from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import (
+    Attempt,
     AttemptEnd,
     AttemptOutcome,
     Dispatch,
@@ -24,7 +25,7 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId
 from comfyfleet.model.job import Job
-from comfyfleet.stores.guards import granted, last_to_go
+from comfyfleet.stores.guards import granted, settled_cutoff
 from comfyfleet.stores.postgres import codec, lanes
 from comfyfleet.stores.postgres.connections import SqlStep, Values
 
@@ -86,14 +87,10 @@ _INSERT_FACTS = "INSERT INTO comfyfleet.facts (job_id, number, kind, at, round, 
 _INSERT_ATTEMPTS = "INSERT INTO comfyfleet.attempts (job_id, lease_number, attempt_id, outcome, body) VALUES"
 
 _LEASE = """
-UPDATE comfyfleet.dispatches d SET lane_id = NULL, phase = 'leased', job_phase = 'leased', due_at = l.due_at::float8,
-    worker_id = l.worker_id, poll_id = l.poll_id, fact_count = l.fact_count, envelope = l.envelope::json,
-    charge = l.charge::float8, lease_order = nextval('comfyfleet.lease_order')
-FROM (VALUES
+UPDATE comfyfleet.dispatches SET lane_id = NULL, phase = 'leased', job_phase = 'leased', due_at = %s, worker_id = %s,
+    poll_id = %s, fact_count = %s, envelope = %s, charge = %s, lease_order = nextval('comfyfleet.lease_order')
+WHERE job_id = %s
 """
-_LEASE_FROM = (
-    "AS l (job_id, due_at, worker_id, poll_id, fact_count, envelope, charge) WHERE d.job_id = l.job_id"
-)
 
 _RECORD = "SELECT record FROM comfyfleet.jobs WHERE job_id = %s"
 
@@ -218,27 +215,22 @@ async def change(
 
 
 def grant(
-    step: SqlStep, taken: Sequence[tuple[LockedDispatch, LeaseOffer, float | None]], epoch: int, now: float
-) -> list[WriteResult]:
-    """Leases any number of jobs in three statements and the counters, with charges in virtual time."""
-    written, attempts, facts, leases = [], [], [], []
-    for before, offer, charge in taken:
-        after, lease, attempt, fact = granted(before.dispatch, offer, epoch, now, before.fact_count)
-        written.append(WriteResult(after, (fact,)))
-        body = codec.encode(attempt)
-        attempts.append((after.job_id, lease.number, attempt.attempt_id, attempt.outcome.value, body))
-        facts.append(codec.fact_row(fact))
-        envelope = codec.encode(after)
-        leases.append(
-            (after.job_id, after.due_at, lease.worker_id, lease.poll_id, fact.number, envelope, charge)
-        )
-    if written:
-        step.add_rows(_INSERT_ATTEMPTS, attempts)
-        step.add_rows(_LEASE, leases, ") " + _LEASE_FROM)
-        step.add_rows(_INSERT_FACTS, facts)
-        count = len(written)
-        tally(step, {"in_lane": -count, "queued": -count, "leased": count})
-    return written
+    step: SqlStep, before: LockedDispatch, offer: LeaseOffer, charge: float | None, epoch: int, now: float
+) -> WriteResult:
+    """Leases the job. `charge` is in virtual time."""
+    after, lease, attempt, fact = granted(before.dispatch, offer, epoch, now, before.fact_count)
+    step.add_rows(_INSERT_ATTEMPTS, [_attempt_row(after.job_id, attempt)])
+    envelope = codec.encode(after)
+    step.add(
+        _LEASE, (after.due_at, lease.worker_id, lease.poll_id, fact.number, envelope, charge, after.job_id)
+    )
+    _insert_facts(step, (fact,))
+    update_counters(step, {"in_lane": -1, "queued": -1, "leased": 1})
+    return WriteResult(after, (fact,))
+
+
+def _attempt_row(job_id: JobId, attempt: Attempt) -> tuple[object, ...]:
+    return job_id, attempt.lease_number, attempt.attempt_id, attempt.outcome.value, codec.encode(attempt)
 
 
 def extend(step: SqlStep, dispatch: Dispatch) -> None:
@@ -283,7 +275,7 @@ def change_record(step: SqlStep, opened: LockedJob, values: dict[str, Any]) -> P
     return job.phase
 
 
-async def read_facts(step: SqlStep, job_id: JobId, after: int) -> list[Fact]:
+async def read_facts(step: SqlStep, job_id: JobId, after: int = 0) -> list[Fact]:
     found = await step.rows(
         "SELECT job_id, number, kind, at, round, data FROM comfyfleet.facts WHERE job_id = %s AND number > %s "
         "ORDER BY number",
@@ -313,7 +305,7 @@ async def purge(step: SqlStep, phase: Phase, before: float, limit: int, test_now
     values = {
         "phase": phase.value,
         "before": before,
-        "settled_before": last_to_go(before, now),
+        "settled_before": settled_cutoff(before, now),
         "limit": limit,
     }
     gone = [row[0] for row in await step.rows(_PURGE, values)]
@@ -321,8 +313,8 @@ async def purge(step: SqlStep, phase: Phase, before: float, limit: int, test_now
         step.add("DELETE FROM comfyfleet.facts WHERE job_id = ANY (%s)", (gone,))
         step.add("DELETE FROM comfyfleet.attempts WHERE job_id = ANY (%s)", (gone,))
         step.add("DELETE FROM comfyfleet.jobs WHERE job_id = ANY (%s)", (gone,))
-    await lanes.tidy_empty(step, limit)
-    tally(step, {phase.value: -len(gone)})
+    await lanes.remove_empty_lanes(step, limit)
+    update_counters(step, {phase.value: -len(gone)})
     return len(gone)
 
 
@@ -332,19 +324,7 @@ async def import_jobs(step: SqlStep, whole: JobSnapshot, sequence: int, now: flo
     await _save(step, None, placed, len(whole.facts), whole.job.phase, now)
     _insert_facts(step, whole.facts)
     if whole.attempts:
-        step.add_rows(
-            _INSERT_ATTEMPTS,
-            [
-                (
-                    placed.job_id,
-                    each.lease_number,
-                    each.attempt_id,
-                    each.outcome.value,
-                    codec.encode(each),
-                )
-                for each in whole.attempts
-            ],
-        )
+        step.add_rows(_INSERT_ATTEMPTS, [_attempt_row(placed.job_id, each) for each in whole.attempts])
     return placed
 
 
@@ -360,12 +340,12 @@ async def discard(step: SqlStep, job_id: JobId, revision: int) -> bool:
             step.add(f"DELETE FROM comfyfleet.{table} WHERE job_id = %s", (job_id,))
         deltas = dict.fromkeys(_COUNTERS, 0)
         _count(deltas, found, -1)
-        tally(step, deltas)
+        update_counters(step, deltas)
         return True
     return False
 
 
-def tally(step: SqlStep, deltas: dict[str, int]) -> None:
+def update_counters(step: SqlStep, deltas: dict[str, int]) -> None:
     """The last statement of a transaction, so that the counters' row is locked briefly."""
     if any(deltas.values()):
         step.add_last(_TALLY, {name: deltas.get(name, 0) for name in _COUNTERS})
@@ -421,7 +401,7 @@ async def _save(
     if was is not None:
         _count(deltas, was, -1)
     _count(deltas, after, 1)
-    tally(step, deltas)
+    update_counters(step, deltas)
 
 
 def _count(deltas: dict[str, int], dispatch: Dispatch, sign: int) -> None:

@@ -6,8 +6,8 @@ except in tests.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import psycopg
@@ -25,23 +25,24 @@ from comfyfleet.model.dispatch import (
     WriteResult,
 )
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.fact import Fact, FactDraft
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
+from comfyfleet.model.fact import FactDraft
+from comfyfleet.model.ids import JobId, PollId, ProfileKey, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
-from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
-from comfyfleet.stores.guards import extended, holds, is_held
-from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lanes, leases, rows
-from comfyfleet.stores.postgres.connections import CallBatcher, ConnectionPool, Later, SqlStep, Values
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import Clock, Counts, LeaseState, Peek
+from comfyfleet.stores.guards import extended, holds, is_leased_as
+from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lanes, rows
+from comfyfleet.stores.postgres.connections import ConnectionPool, Later, SqlStep, Values
 from comfyfleet.stores.postgres.documents import PostgresDocumentStore
 from comfyfleet.stores.postgres.job_import import PostgresJobTransfer
 from comfyfleet.stores.postgres.notifications import TABLE, Notifications
 from comfyfleet.stores.postgres.records import PostgresRecords
 from comfyfleet.stores.postgres.schema import check_server, known_migrations, migrate
 
+_P = ParamSpec("_P")
 _Answer = TypeVar("_Answer")
+_Method = Callable[Concatenate["PostgresStore", _P], Coroutine[Any, Any, _Answer]]
 
 _LOAD = """
 SELECT envelope FROM comfyfleet.dispatches WHERE job_id = %(job_id)s
@@ -52,6 +53,21 @@ _LOAD_MANY = """
 SELECT job_id, envelope FROM comfyfleet.dispatches WHERE job_id = ANY (%(jobs)s)
 UNION ALL SELECT job_id, envelope FROM comfyfleet.ended WHERE job_id = ANY (%(jobs)s)
 """
+
+# Skips a job that another transaction has locked: it is being leased or changed. Requires the matched profile,
+# because the worker may have registered anew since, perhaps with other tenants.
+_TAKE = (
+    lanes.GATE
+    + f"""
+SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now, gate.is_fair
+FROM gate, comfyfleet.dispatches d
+JOIN comfyfleet.lanes l ON l.lane_id = d.lane_id
+JOIN comfyfleet.profile_classes p ON p.class_key = l.class_key AND p.profile = %(profile)s
+WHERE d.job_id = %(job_id)s AND d.job_id <> ALL (gate.blocked) AND {lanes.IS_FREE} AND NOT EXISTS (
+    SELECT FROM comfyfleet.workers w WHERE w.worker_id = %(worker_id)s AND w.profile <> %(profile)s)
+FOR UPDATE OF d SKIP LOCKED
+"""
+)
 
 _BY_POLL = """
 SELECT envelope FROM comfyfleet.dispatches WHERE poll_id = %s ORDER BY lease_order DESC LIMIT 1
@@ -105,10 +121,41 @@ UNION ALL SELECT job_id FROM comfyfleet.jobs WHERE tenant = %(tenant)s AND refer
 """
 
 
+def _reading(work: Callable[Concatenate[SqlStep, _P], Awaitable[_Answer]]) -> _Method[_P, _Answer]:
+    async def method(self: PostgresStore, /, *args: _P.args, **named: _P.kwargs) -> _Answer:
+        return await self._pool.read(lambda step: work(step, *args, **named))
+
+    return method
+
+
+def _writing(work: Callable[Concatenate[SqlStep, _P], Awaitable[_Answer]]) -> _Method[_P, _Answer]:
+    async def method(self: PostgresStore, /, *args: _P.args, **named: _P.kwargs) -> _Answer:
+        return await self._pool.transact(lambda step: work(step, *args, **named))
+
+    return method
+
+
 class PostgresStore:
     is_shared = True
     direct_workers = None
     peer_channel = None
+
+    # the methods that are one function over SQL
+
+    table = _reading(eligibility.read)
+    put_profile = _writing(eligibility.put_profile)
+    drop_profiles = _writing(eligibility.drop_profiles)
+    put_worker = _writing(blocks.put_worker)
+    add_worker = _writing(blocks.add_worker)
+    replace_worker = _writing(blocks.replace_worker)
+    apply_worker_delta = _writing(blocks.apply_worker_delta)
+    get_block = _reading(blocks.get_block)
+    next_block_end = _reading(blocks.next_end)
+    get_workflow_stats = _reading(blocks.get_workflow_stats)
+    put_workflow_stats = _writing(blocks.put_workflow_stats)
+    add_workflow_stats = _writing(blocks.add_workflow_stats)
+    facts = _reading(rows.read_facts)
+    mark_late = _writing(rows.mark_late)
 
     def __init__(self, url: str, *, connections: int = 8, clock_for_tests: Clock | None = None) -> None:
         self._pool = ConnectionPool(url, connections)
@@ -117,11 +164,10 @@ class PostgresStore:
         self._epoch = 1
         self._is_fair = False
         """Whether tenants have terms, as far as this process knows."""
-        self._leases = CallBatcher(self._lease_group)
         self.records = PostgresRecords(self._pool)
         self.documents = PostgresDocumentStore(self._pool)
-        self.moving = PostgresJobTransfer(self._pool, lambda: self._test_now, self._hints.tell)
-        self.shares = fair_share.PostgresFairShare(self._pool, lambda: self._test_now, self._hints)
+        self.job_transfer = PostgresJobTransfer(self._pool, lambda: self._test_now, self._hints.notify)
+        self.fair_share = fair_share.PostgresFairShare(self._pool, lambda: self._test_now, self._hints)
 
     @property
     def epoch(self) -> int:
@@ -147,16 +193,15 @@ class PostgresStore:
     def listen(
         self,
         wake: Callable[[], None],
-        hear: Callable[[WorkerId, Command], None] | None = None,
-        relearn: Callable[[], None] | None = None,
+        on_command: Callable[[WorkerId, Command], None] | None = None,
+        on_new_class: Callable[[], None] | None = None,
     ) -> None:
-        self._hints.listen(wake, hear, relearn)
+        self._hints.listen(wake, on_command, on_new_class)
 
-    async def tell(self, worker_id: WorkerId, command: Command) -> None:
-        await self._hints.tell_worker(worker_id, command)
+    async def send_command(self, worker_id: WorkerId, command: Command) -> None:
+        await self._hints.notify_worker(worker_id, command)
 
     async def close(self) -> None:
-        await self._leases.close()
         await self._hints.close()
         await self._pool.close()
 
@@ -179,42 +224,18 @@ class PostgresStore:
             except fair_share.FairShareBegan:
                 self._is_fair = True
 
-    async def _read(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
-        return await self._pool.read(lambda step: work(step, *values))
-
     async def _dispatches(self, query: str, values: Values) -> list[Dispatch]:
         return [codec.decode_dispatch(row[0]) for row in await self._pool.fetch(query, values)]
 
     # eligibility matrix
 
-    async def table(self) -> EligibilityMatrix:
-        return await self._read(eligibility.read)
-
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
         is_put = await self._transact(eligibility.put_class, cls, fits, version)
         if is_put:
-            self._hints.tell(TABLE)
+            self._hints.notify(TABLE)
         return is_put
 
-    async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
-        return await self._transact(eligibility.put_profile, profile, fits, version)
-
-    async def drop_profiles(self, unused: Collection[ProfileKey]) -> None:
-        await self._transact(eligibility.drop_profiles, unused)
-
     # workers
-
-    async def put_worker(self, worker: WorkerRecord) -> None:
-        await self._transact(blocks.put_worker, worker)
-
-    async def add_worker(self, worker: WorkerRecord) -> bool:
-        return await self._transact(blocks.add_worker, worker)
-
-    async def replace_worker(self, worker: WorkerRecord) -> bool:
-        return await self._transact(blocks.replace_worker, worker)
-
-    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
-        return await self._transact(blocks.note_worker, worker_id, delta)
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         found = await self._pool.fetch(
@@ -237,7 +258,7 @@ class PostgresStore:
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         written = await self._transact(self._enqueue, dispatch, job, facts)
         if written is not None and written.dispatch.stands_in_lane:
-            self._hints.tell()
+            self._hints.notify()
         return written
 
     async def _enqueue(
@@ -283,25 +304,32 @@ class PostgresStore:
         return [known.get(job_id) for job_id in job_ids]
 
     async def peek(self, query: Peek) -> list[Candidate]:
-        seen = await self._read(leases.peek, query, self._test_now)
-        await self._tidy(seen.untidy)
-        return seen.candidates
+        found, untidy = await self._pool.read(lambda step: lanes.window(step, query, self._test_now))
+        if untidy:
+            await self._transact(lanes.clean_up, untidy)
+        return found
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
-        return await self._share(leases.lease, job_id, offer, self._epoch, self._test_now)
+        return await self._share(self._lease, job_id, offer)
 
-    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        """Calls of one profile that arrive while others are answered go together."""
-        return await self._leases.ask(offer.profile, offer)
-
-    async def _lease_group(self, offers: Sequence[LeaseOffer]) -> list[WriteResult | None]:
-        taken, untidy = await self._share(leases.lease_next, offers, self._epoch, self._test_now)
-        await self._tidy(untidy)
-        return taken
-
-    async def _tidy(self, untidy: Sequence[int]) -> None:
-        if untidy:
-            await self._transact(lanes.tidy, untidy)
+    async def _lease(
+        self, step: SqlStep, job_id: JobId, offer: LeaseOffer, is_fair: bool
+    ) -> WriteResult | None:
+        values = {"worker_id": offer.worker_id, "test_now": self._test_now, "profile": offer.profile}
+        row = await step.row(_TAKE, {**values, "job_id": job_id})
+        if row is None:
+            return None
+        *found, now, is_charged = row
+        held, charge = rows.held(found), None
+        if is_charged:
+            if not is_fair:
+                raise fair_share.FairShareBegan
+            # The job is locked already, and the holder of the lock waits for no job.
+            charged = await fair_share.lease(step, held.dispatch.tenant, offer, self._test_now)
+            if charged is None:
+                return None
+            now, charge = charged
+        return rows.grant(step, held, offer, charge, self._epoch, now)
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         found = await self._dispatches(_BY_POLL, (poll_id,))
@@ -309,13 +337,13 @@ class PostgresStore:
 
     async def write(self, write: Write) -> WriteResult | None:
         written, freed = await self._share(self._write, write)
-        await self.shares.tell_of(written, freed)
+        await self.fair_share.notify_of(written, freed)
         return written
 
     async def _write(
-        self, step: SqlStep, write: Write, is_fair: bool, *, leases: bool = False
+        self, step: SqlStep, write: Write, is_fair: bool
     ) -> tuple[WriteResult | None, Later | None]:
-        """Also returns whether its tenant is readmitted. `leases`: a lease follows in this transaction."""
+        """Also returns whether its tenant is readmitted."""
         opened = await rows.open_for_write(step, write.job_id, self._test_now)
         if opened is None or not holds(opened.held.dispatch, write):
             return None, None
@@ -327,9 +355,6 @@ class PostgresStore:
         added = [key for key in rows.classes_of(after) if key not in rows.classes_of(before)]
         if added and not await rows.has_classes(step, added):
             return None, None
-        if is_fair and leases:
-            # After the job and before any tenant, as in leasing.
-            step.add(fair_share.HOLD)
         if before.lease is not None and after.lease is None:
             assert write.attempt_end is not None, "a write that ends a lease has an attempt_end"
             rows.end_attempt(step, opened, write.attempt_end)
@@ -345,23 +370,6 @@ class PostgresStore:
         blocks.lift_unseen(step, write.lifted)
         return await rows.change(step, opened.held, after, write.facts, opened.now, job_phase), freed
 
-    async def finish_and_lease_next(
-        self, write: Write, offer: LeaseOffer
-    ) -> tuple[WriteResult | None, WriteResult | None]:
-        async def both(
-            step: SqlStep, is_fair: bool
-        ) -> tuple[tuple[WriteResult | None, Later | None], WriteResult | None, Sequence[int]]:
-            finished = await self._write(step, write, is_fair, leases=True)
-            if finished[0] is None:
-                return finished, None, ()
-            (taken,), untidy = await leases.lease_next(step, [offer], self._epoch, self._test_now, is_fair)
-            return finished, taken, untidy
-
-        (finished, freed), taken, untidy = await self._share(both)
-        await self.shares.tell_of(finished, freed)
-        await self._tidy(untidy)
-        return finished, taken
-
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         return await self._transact(self._heartbeat, refs, ttl_s)
 
@@ -374,7 +382,7 @@ class PostgresStore:
         answers = []
         for ref in refs:
             dispatch = known.get(ref.job_id)
-            if dispatch is None or not is_held(dispatch, ref):
+            if dispatch is None or not is_leased_as(dispatch, ref):
                 answers.append(LeaseState(ref, is_alive=False))
                 continue
             known[ref.job_id] = extended(dispatch, now, ttl_s)
@@ -416,30 +424,21 @@ class PostgresStore:
 
     async def pause_queue(self, is_paused: bool) -> None:
         await self._pool.execute(("UPDATE comfyfleet.state SET is_paused = %s", (is_paused,)))
-        self._hints.tell()
+        self._hints.notify()
 
     async def is_queue_paused(self) -> bool:
         return bool((await self._pool.fetch("SELECT is_paused FROM comfyfleet.state"))[0][0])
 
     # facts and attempts
 
-    async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
-        return await self._read(rows.read_facts, job_id, after)
-
     async def attempts(self, job_id: JobId) -> list[Attempt]:
         query = "SELECT body FROM comfyfleet.attempts WHERE job_id = %s ORDER BY lease_number"
         return [codec.decode_attempt(row[0]) for row in await self._pool.fetch(query, (job_id,))]
 
-    async def mark_late(self, ref: LeaseRef) -> None:
-        await self._transact(rows.mark_late, ref)
-
     # blocks and workflow statistics
 
-    async def get_block(self, pair: Pair) -> Block | None:
-        return await self._read(blocks.get_block, pair)
-
     async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
-        return await self._read(blocks.list_blocks, worker_id)
+        return await self._pool.read(lambda step: blocks.list_blocks(step, worker_id))
 
     async def put_block(self, block: Block) -> None:
         async def put(step: SqlStep) -> None:
@@ -450,23 +449,11 @@ class PostgresStore:
     async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
         lifted = await self._transact(blocks.lift, pairs)
         if lifted:
-            self._hints.tell()
+            self._hints.notify()
         return lifted
 
     async def expired_blocks(self) -> list[Block]:
         expired = await self._transact(blocks.take_expired, await self.now())
         if expired:
-            self._hints.tell()
+            self._hints.notify()
         return expired
-
-    async def next_block_end(self) -> float | None:
-        return await self._read(blocks.next_end)
-
-    async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
-        return await self._read(blocks.get_workflow_stats, workflow_hash)
-
-    async def put_workflow_stats(self, stats: WorkflowStats) -> None:
-        await self._transact(blocks.put_workflow_stats, stats)
-
-    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
-        return await self._transact(blocks.learn, delta)

@@ -1,5 +1,5 @@
--- Part 5: blocks: this worker does not get this target until then: a workflow hash, "<hash>@<tenant>" (that tenant's alone),
--- or one job. What is blocked for the worker "*" no worker gets.
+-- Part 5: blocks. A worker does not get a blocked target until the block ends. A target is a workflow hash,
+-- "<hash>@<tenant>" (only that tenant's jobs) or a job id. A block of the worker "*" applies to all workers.
 
 local function blocked_targets(s, worker_id)
   local targets = {}
@@ -30,7 +30,7 @@ local function put_block(s, block)
   blocks[#blocks + 1] = {target, till, text}
   local ends = s.p .. 'blocks:ends'
   if #blocks > block[5] then
-    -- A count towards a block is forgotten before a block in force.
+    -- A count towards a block is evicted before a block in force.
     local oldest = 1
     for place, each in ipairs(blocks) do
       if not each[2] then
@@ -75,7 +75,7 @@ local function lift_block(s, worker_id, target)
   return lifted[3]
 end
 
--- block (MessagePack: worker, target, until or false, block, how many a worker may have)
+-- block (MessagePack: worker, target, until or false, block, maximum for a worker)
 define('put_block', function(s, args)
   put_block(s, unpacked(args[4]))
   return 1
@@ -99,7 +99,7 @@ define('expired_blocks', function(s)
   return #answer > 0 and answer
 end)
 
--- worker or "" for all of them
+-- worker, or "" for all
 define_reading('blocks', function(s, args)
   local workers = args[4] ~= '' and {args[4]} or call('ZRANGE', s.p .. 'blocks', 0, -1)
   local answer = {}

@@ -133,7 +133,7 @@ _FRESH = {
     **dict.fromkeys(_TEXTS),
 }
 _NO_RECORD = _pack(RecordFields())
-_CHANGEABLE: tuple[str, ...] = Change.__struct_fields__
+_CHANGEABLE = tuple(zip(Change.__struct_fields__, Change.__struct_encode_fields__, strict=True))
 _ENDINGS = {
     phase: Change(phase=phase, lease=None, wake_at=None)
     for phase in (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
@@ -286,7 +286,7 @@ def encode_write(write: Write, payload: bytes | None = None) -> bytes:
     """`payload` replaces the submitted payload."""
     change, job = write.change, write.job
     assert change.lease is UNSET or change.lease is None, "a write ends a lease; only a lease begins one"
-    changed = {name: value for name in _CHANGEABLE if (value := getattr(change, name)) is not UNSET}
+    changed = {stored: value for name, stored in _CHANGEABLE if (value := getattr(change, name)) is not UNSET}
     if isinstance(change.payload_sha256, bytes):
         changed["payload_sha256"] = text_of_digest(change.payload_sha256)
     record: dict[str, Any] = {}

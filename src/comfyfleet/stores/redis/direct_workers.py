@@ -64,7 +64,7 @@ class RedisDirectWorkerInbox:
         if self._wake is not None:
             self._wake()
 
-    async def look(self, limit: int) -> DirectWorkerBacklog:
+    async def backlog(self, limit: int) -> DirectWorkerBacklog:
         waiting, seen, reports, finished = as_list(await self._ask("foreign", limit))
         assert isinstance(finished, int)
         return DirectWorkerBacklog(
@@ -74,11 +74,11 @@ class RedisDirectWorkerInbox:
             finished,
         )
 
-    async def admitted(self, applicant: PendingRegistration) -> None:
-        await self._do("admitted", applicant.worker_id, applicant.text)
+    async def admitted(self, registration: PendingRegistration) -> None:
+        await self._do("admitted", registration.worker_id, registration.text)
 
-    async def refuse(self, applicant: PendingRegistration, reason: str) -> None:
-        await self._do("refuse_worker", applicant.worker_id, applicant.text, reason)
+    async def refuse(self, registration: PendingRegistration, reason: str) -> None:
+        await self._do("refuse_worker", registration.worker_id, registration.text, reason)
 
     async def settled(self, report: DirectWorkerFailure) -> None:
         await self._do("settle_report", report.text)

@@ -1,4 +1,4 @@
--- Part 6: dispatches. Values come from an engine; here they are compared, applied and kept. Leases are the next part's.
+-- Part 6: dispatches. An engine decides; this part compares, applies and stores. Part 7 has the leases.
 
 local NONE = {}
 
@@ -18,18 +18,18 @@ local function count(s, phase, standing, by)
   end
 end
 
--- What the payloads of open jobs take. A job of an older engine does not say.
+-- Counts the payload bytes of open jobs. A job of an older engine has no size.
 local function weigh(s, job, by)
   s.meta.payload_bytes = s.meta.payload_bytes + by * (rest(job).payload_bytes or 0)
 end
 
--- Whether a tenant's database is still to take in the end of this job.
+-- Whether a tenant database has yet to settle the end of this job.
 local function is_unsettled(job)
   local values = FINAL[job.phase] and rest(job)
   return values and values.is_apart and not values.settled_at
 end
 
--- What `move` must know of a job before it is changed.
+-- What `move` needs to know about a job before the change.
 local function snapshot(job)
   return {
     phase = job.phase, standing = job.standing, round = job.round, attempts = job.attempts, class_key = job.class_key, relaxed_class = job.relaxed_class,
@@ -48,8 +48,8 @@ local function set_due(s, job, was_due)
   end
 end
 
--- Keeps everything that follows from a dispatch in step. `before` is its snapshot, nil for a new one. `had_jobs`: its tenant
--- had jobs that waited or ran, this one or others, when the step began.
+-- Updates all keys that depend on a dispatch. `before` is its snapshot, nil for a new one. `had_jobs`: its tenant had waiting
+-- or leased jobs, this one or others, when the step began.
 local function move(s, before, after, had_jobs)
   local phase = after.phase
   local was_open, is_open = before and not FINAL[before.phase], not FINAL[phase]
@@ -78,7 +78,7 @@ local function move(s, before, after, had_jobs)
   end
   local stood, stands = before and before.lane, stands_in_lane(after)
   if stood and not (stands and lane_of(after) == stood) then
-    leave_lane(s, stood, {after.job_id})
+    leave_lane(s, stood, after.job_id)
     stood = false
   end
   if stands and not stood then
@@ -97,7 +97,7 @@ local function move(s, before, after, had_jobs)
   end
   if not is_open then
     after.ended_at = now(s)
-    -- The order in which they may go. What is unsettled joins when it is settled, so that nobody stands behind it.
+    -- The order for purging. An unsettled job joins once it is settled, so that it delays no other job.
     if stays then
       call('ZADD', s.p .. 'jobs:unsettled', 0, after.job_id)
     else
@@ -116,7 +116,7 @@ local function class_number(s, class)
   return s.numbers[class]
 end
 
--- The number of a job's class, if all of its classes are in the table.
+-- Whether all classes of a job are in the table. Sets the number of its class.
 local function has_classes(s, job)
   local number = class_number(s, job.class_key)
   if not number or (job.relaxed_class and call('HEXISTS', s.p .. 'classes', job.relaxed_class) == 0) then
@@ -135,19 +135,19 @@ end
 
 local function is_held(job, ref)
   local lease = job.lease
-  -- Lua keeps equal texts once and compares where they are: the time it takes says nothing about a token.
+  -- Lua stores equal strings once and compares addresses, so the time of a comparison reveals nothing about a token.
   return lease ~= nil and job.round == ref.round and lease.number == ref.number and lease.epoch == ref.epoch
     and lease.token == ref.token
 end
 
--- *written* is the time of the step, and the dispatch as it is after it.
+-- *written* is the time of the step, then the dispatch after it.
 
 -- → written, or false
 local function write(s, job, w)
   if not job or not (w.ref and is_held(job, w.ref) or w.revision and job.revision == w.revision) then
     return false
   end
-  -- The job is changed in this call's own memory; nothing is kept of it unless all of the write can be.
+  -- Changes the job in memory only; it is stored if the whole write is possible.
   local before, lease = snapshot(job), job.lease
   for name, value in pairs(w.set or NONE) do
     if IN_HEAD[name] then
@@ -166,7 +166,7 @@ local function write(s, job, w)
   job.revision = job.revision + 1
   local is_same = not FINAL[before.phase] and before.class_key == job.class_key
     and before.relaxed_class == job.relaxed_class
-  -- The class of an open job is pinned: it is there.
+  -- The class of an open job is pinned, so it is in the table.
   if not FINAL[job.phase] and not is_same and not has_classes(s, job) then
     return false
   end
@@ -222,7 +222,7 @@ local function write(s, job, w)
   return struct.pack('<d', now(s)) .. save(s, job)
 end
 
--- A call names what it does not change by false.
+-- false: the write does not change this.
 local function write_of(text)
   local parts = unpacked(text)
   local guard = parts[2]
@@ -238,14 +238,14 @@ local function write_of(text)
   return w
 end
 
--- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "", "1 <bytes of
--- its payload>" if it is queued, in its lane, and nothing else is due, how many arguments follow, "result" or "failure" and its JSON, then facts
--- in pieces, between which goes the time
+-- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "",
+-- "1 <bytes of its payload>" if it is queued in its lane and has no due time, number of the arguments that follow, "result" or
+-- "failure" and its JSON, then facts in pieces, between which the library puts the time
 -- → sequence and time, or {the job that has this id or reference}
 define_joined('enqueue', function(s, args, at, last)
   local job_id, class, place, reference = args[at], args[at + 2], args[at + 3], args[at + 5]
   local key, meta, number, job = s.p .. 'job:' .. job_id, s.meta, 0, nil
-  -- Before anything is done: what a call has changed when it fails stays changed.
+  -- Checked first: Redis does not undo the changes of a call that fails.
   local facts = at + 8 + args[at + 7]
   local payload_bytes = args[at + 6]:match('^1 ?(%d*)$')
   local found = read(s, key)

@@ -8,19 +8,13 @@ from __future__ import annotations
 import struct
 from binascii import a2b_base64, b2a_base64
 from hashlib import sha256
+from operator import attrgetter, itemgetter
+from typing import Any
 
 import msgspec
 
 from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Readiness
-from comfyfleet.model.ids import (
-    ClassKey,
-    JobId,
-    LeaseToken,
-    PollId,
-    TenantId,
-    WorkerId,
-    WorkflowHash,
-)
+from comfyfleet.model.ids import LeaseToken, PollId, WorkerId
 
 _PHASES = (Phase.QUEUED, Phase.LEASED, Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
 _READINESS = (Readiness.IN_LANE, Readiness.DELAYED, Readiness.PAUSED)
@@ -35,42 +29,35 @@ _LENGTH = struct.Struct("<I")
 _NO_TIME = -1.0
 
 
-class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The fields outside the head."""
-
-    job_id: JobId
-    workflow_hash: WorkflowHash
-    priority: int
-    tenant: TenantId
-    queued_at: float = 0.0
-    not_before: float | None = None
-    charged: int = 0
-    worker_faults: int = 0
-    releases: int = 0
-    max_attempts: int = 3
-    failed_on: tuple[WorkerId, ...] = ()
-    expired_on: tuple[WorkerId, ...] = ()
-    relax_at: float | None = None
-    base_priority: int = 0
-    priority_ceiling: int | None = None
-    deadline_at: float | None = None
-    fails_at_deadline: bool = True
-    expires_at: float | None = None
-    is_held: bool = False
-    is_awaited: bool = False
-    reference: str | None = None
-    payload_bytes: int = 0
-    has_tenant_database: bool = msgspec.field(default=False, name="is_apart")
-    settled_at: float | None = None
-    payload_sha256: str | None = None
-    """In Base64, because the library packs text only."""
-    record_sha256: str | None = None
-    """Of the stored payload text, in Base64, for direct workers."""
-    server_deaths: int = 0
-    pause_requested_at: float | None = None
-    retry_requested_at: float | None = None
-    cancel_reason: str = ""
-
+_IN_HEAD = (
+    *("class_key", "relaxed_class", "sequence", "round", "revision", "phase", "standing", "wake_at"),
+    *("cancel_requested_at", "lease", "lease_number", "attempts"),
+    # Not in the head, but converted: the library packs text only, so it is in Base64.
+    "payload_sha256",
+)
+# The tenant is always written: the library reads it.
+_OUTSIDE = sorted(
+    (each for each in msgspec.structs.fields(Dispatch) if each.name not in _IN_HEAD),
+    key=lambda each: not each.required and each.name != "tenant",
+)
+_Rest = msgspec.defstruct(
+    "_Rest",
+    [
+        (each.name, each.type)
+        if each.required or each.name == "tenant"
+        else (each.name, each.type, msgspec.field(default=each.default, name=each.encode_name))
+        for each in _OUTSIDE
+    ]
+    # The last is the digest of the stored payload text, in Base64, for direct workers.
+    + [(name, str | None, None) for name in ("reference", "payload_sha256", "record_sha256")],
+    frozen=True,
+    omit_defaults=True,
+    gc=False,
+)
+# Tuples instead of keywords: every call to the library encodes or decodes a dispatch.
+_outside = attrgetter(*(each.name for each in _OUTSIDE))
+_READ = (*_IN_HEAD, *(each.name for each in _OUTSIDE))
+_in_order = itemgetter(*(_READ.index(name) for name in Dispatch.__struct_fields__))
 
 _pack = msgspec.msgpack.encode
 _rests = msgspec.msgpack.Decoder(_Rest)
@@ -97,7 +84,7 @@ def decode_kept(data: bytes, start: int) -> StoredDispatch:
     leased_at, expires_at = head[18:]
     (class_key, relaxed_class, worker_id, poll_id, token), at = _texts(data, start)
     at += _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
-    rest = _rests.decode(data[at + _LENGTH.size :])
+    rest: Any = _rests.decode(data[at + _LENGTH.size :])
     lease = None
     if epoch:
         lease = Lease(
@@ -110,48 +97,22 @@ def decode_kept(data: bytes, start: int) -> StoredDispatch:
             expires_at,
             bool(is_acknowledged),
         )
-    dispatch = Dispatch(
-        rest.job_id,
-        ClassKey(class_key.decode()),
-        rest.workflow_hash,
-        rest.priority,
+    in_head = (
+        class_key.decode(),
+        relaxed_class.decode() if relaxed_class else None,
         int(sequence),
-        rest.tenant,
         number_of_round,
         revision,
         _PHASES[phase],
         _READINESS[standing],
-        rest.queued_at,
         None if wake_at < 0 else wake_at,
-        rest.not_before,
+        None if cancel_requested_at < 0 else cancel_requested_at,
         lease,
         lease_number,
         attempts,
-        rest.charged,
-        rest.worker_faults,
-        rest.releases,
-        rest.max_attempts,
-        rest.failed_on,
-        rest.expired_on,
-        None if cancel_requested_at < 0 else cancel_requested_at,
-        ClassKey(relaxed_class.decode()) if relaxed_class else None,
-        rest.relax_at,
-        rest.base_priority,
-        rest.priority_ceiling,
-        rest.deadline_at,
-        rest.fails_at_deadline,
-        rest.expires_at,
-        rest.is_held,
-        rest.is_awaited,
-        rest.payload_bytes,
         None if rest.payload_sha256 is None else a2b_base64(rest.payload_sha256),
-        rest.has_tenant_database,
-        rest.settled_at,
-        rest.server_deaths,
-        rest.pause_requested_at,
-        rest.retry_requested_at,
-        rest.cancel_reason,
     )
+    dispatch = Dispatch(*_in_order((*in_head, *_outside(rest))))
     return StoredDispatch(dispatch, facts, ended_at, lease is not None and not is_noted)
 
 
@@ -217,38 +178,8 @@ def encode_dispatch(
     else:
         parts += [_sized(text.encode()) for text in (lease.worker_id, lease.poll_id, lease.token)]
     parts += (_LENGTH.pack(len(record)), record)
-    rest = _Rest(
-        dispatch.job_id,
-        dispatch.workflow_hash,
-        dispatch.priority,
-        dispatch.tenant,
-        dispatch.queued_at,
-        dispatch.not_before,
-        dispatch.charged,
-        dispatch.worker_faults,
-        dispatch.releases,
-        dispatch.max_attempts,
-        dispatch.failed_on,
-        dispatch.expired_on,
-        dispatch.relax_at,
-        dispatch.base_priority,
-        dispatch.priority_ceiling,
-        dispatch.deadline_at,
-        dispatch.fails_at_deadline,
-        dispatch.expires_at,
-        dispatch.is_held,
-        dispatch.is_awaited,
-        reference,
-        dispatch.payload_bytes,
-        dispatch.has_tenant_database,
-        dispatch.settled_at,
-        text_of_digest(dispatch.payload_sha256),
-        sha256_of(payload),
-        dispatch.server_deaths,
-        dispatch.pause_requested_at,
-        dispatch.retry_requested_at,
-        dispatch.cancel_reason,
-    )
+    digests = (text_of_digest(dispatch.payload_sha256), sha256_of(payload))
+    rest = _Rest(*_outside(dispatch), reference, *digests)
     packed = _pack(rest)
     parts += (_LENGTH.pack(len(packed)), packed)
     return b"".join(parts)

@@ -8,6 +8,7 @@ from comfyfleet.ports import Document
 from comfyfleet.stores.documents import check_document, check_start
 from comfyfleet.stores.redis.address import document_key
 from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.dispatches import as_bytes
 
 if TYPE_CHECKING:
     from comfyfleet.stores.redis.store import RedisStore
@@ -35,19 +36,14 @@ class RedisDocumentStore:
         if limit < 1:
             return []
         found = as_list(await self._store._ask("cabinet_list", collection, after, limit))
-        names = [_bytes(name).decode() for name in found[::2]]
+        names = [as_bytes(name).decode() for name in found[::2]]
         return [_document(name, text) for name, text in zip(names, found[1::2], strict=True)]
 
     async def collections(self) -> list[str]:
         found = as_list(await self._store.diagnose("SMEMBERS", self._key))
-        return sorted(_bytes(name).decode() for name in found)
+        return sorted(as_bytes(name).decode() for name in found)
 
 
 def _document(name: str, text: object) -> Document:
-    version, _, body = _bytes(text).partition(b" ")
+    version, _, body = as_bytes(text).partition(b" ")
     return Document(name, body, int(version))
-
-
-def _bytes(text: object) -> bytes:
-    assert isinstance(text, bytes)
-    return text

@@ -54,7 +54,7 @@ class RedisFairShare:
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         await self._do("charge_tenant", tenant, repr(seconds))
 
-    async def of(self, tenant: TenantId) -> TenantShare:
+    async def get(self, tenant: TenantId) -> TenantShare:
         kept = await self._send("HGET", f"{self._prefix}terms", tenant)
         text = await self._send("GET", f"{self._prefix}tenant:{tenant}")
         terms = None if kept is None else _terms(kept)

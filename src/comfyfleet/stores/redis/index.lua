@@ -1,12 +1,12 @@
--- Part 4: which waiting job comes first for a profile, at a cost that does not grow with the jobs or classes that wait.
+-- Part 4: finds the first waiting job for a profile, at a cost independent of how many jobs or classes wait.
 --
--- A profile's index has two levels, (priority, tenant) and lanes. Both keep lower bounds: a lease moves the head of a
--- lane up and touches no index; a bound that is too low is put right once it was looked at and another was chosen. Only
--- a new, lower head is told, as news: one entry in front of the index of each profile that may take it.
+-- A profile's index has two levels, (priority, tenant) and lanes. Both keep lower bounds: a lease raises the head of a lane
+-- and touches no index; a bound that is too low is corrected after a look that chose another. Only a new, lower head is
+-- published: as one entry at the front of the index of each profile that may take it.
 
 local CHUNK = 16
--- How often, and how many at a time, entries of lanes that have emptied are looked for, in sets larger than a few. Two
--- looks for each entry that is added keep a set at about twice what it must hold.
+-- How often, and how many at a time, entries of empty lanes are searched for in sets larger than a few. Two checks for each
+-- added entry keep a set at about twice the size that it needs.
 local TIDY_EVERY, TIDY_AT_ONCE, FEW = 64, 128, 256
 
 local function parts_of(lane)
@@ -15,13 +15,13 @@ local function parts_of(lane)
   return number, priority, rest:sub(1, length), rest:sub(length + 1)
 end
 
--- Whether a workflow is left out, for everybody or for its tenant.
+-- Whether a workflow is skipped, for all tenants or for this one.
 local function is_skipped(skipped, hash, tenant)
   return skipped[hash] or skipped[hash .. '@' .. tenant]
 end
 
--- Big-endian doubles that are not negative sort as bytes the way they sort as numbers.
--- The level is part of it, because one job may leave a bound behind at each priority it had.
+-- As bytes, big-endian doubles that are not negative sort like numbers. The level is included, because a job can leave a
+-- bound behind at each priority that it had.
 local function entry_of(time, sequence, level, tenant)
   return struct.pack('>ddd', time, sequence, level + 0) .. tenant
 end
@@ -30,14 +30,14 @@ local function group_of(s, profile, priority, tenant)
   return s.p .. 'group:' .. profile .. ':' .. priority .. ':' .. tenant
 end
 
--- Lua passes a few thousand arguments at most.
+-- Lua passes at most a few thousand arguments.
 local function remove(key, members)
   for at = 1, #members, 1000 do
     call('ZREM', key, unpack(members, at, math.min(at + 999, #members)))
   end
 end
 
--- A profile nobody polls for must not collect lanes that have emptied.
+-- Removes empty lanes, also for a profile that nobody polls for.
 local function tidy(s, key)
   local lanes = {}
   for _, lane in ipairs(call('ZRANDMEMBER', key, TIDY_AT_ONCE)) do
@@ -63,7 +63,7 @@ local function tell(s, class, lane)
   for _, profile in ipairs(profiles) do
     redis.call('ZADD', index .. profile, '-inf', lane)
   end
-  -- Not all of them are tidied in the same call.
+  -- One call tidies only some of them.
   for place = TIDY_EVERY - s.meta.sequence % TIDY_EVERY, #profiles, TIDY_EVERY do
     if call('ZCARD', index .. profiles[place]) > FEW then
       tidy(s, index .. profiles[place])
@@ -71,9 +71,9 @@ local function tell(s, class, lane)
   end
 end
 
--- Whoever looked and did not get all it could take waits for a hint: one comes with the next job of a class it may take, at
--- the head of a lane or behind others, as the head may be one that it must not have, or that another is about to take.
--- After a hint everybody looks again, and notes again what is still missing.
+-- An engine that found fewer jobs than it has slots waits for a hint. The next job of a class that it may take sends one, at
+-- the head of a lane or behind others: the head may be blocked for it, or about to be leased. After a hint all engines look
+-- again, and note again which profiles still have free slots.
 
 local function note_search(s, profile)
   if s.sought ~= profile then
@@ -95,27 +95,18 @@ local function hint(s, class)
   end
 end
 
-local function leave_lane(s, name, job_ids, has_followers)
+local function leave_lane(s, name, job_id, has_followers)
   local lane = s.p .. 'lane:' .. name
   if s.meta.is_fair then
-    count_jobs(s, share_of(s, select(4, parts_of(name))), -#job_ids, 0)
+    count_jobs(s, share_of(s, select(4, parts_of(name))), -1, 0)
   end
-  call('ZREM', lane, unpack(job_ids))
+  call('ZREM', lane, job_id)
   if not has_followers and call('EXISTS', lane) == 0 then
     call('ZREM', s.p .. 'jobs:pending', name)
   end
 end
 
--- What several leases in one call take from the front of one lane leaves it together, before anybody looks again.
-local function leave_front(s)
-  local front = s.front
-  s.front = nil
-  if front and #front.taken > 0 then
-    leave_lane(s, front.lane, front.taken, front.jobs[front.at] ~= nil)
-  end
-end
-
--- `had_jobs`: its tenant had something waiting or running when the step began.
+-- `had_jobs`: its tenant had waiting or leased jobs when the step began.
 local function enter_lane(s, name, job_id, sequence, class, is_new, had_jobs)
   local lane = s.p .. 'lane:' .. name
   if s.meta.is_fair then
@@ -125,11 +116,8 @@ local function enter_lane(s, name, job_id, sequence, class, is_new, had_jobs)
     end
     count_jobs(s, share, 1, 0)
   end
-  if s.front and s.front.lane == name then
-    leave_front(s)
-  end
   call('ZADD', lane, sequence, job_id)
-  -- A new job is the youngest of all: it is in front only if it is alone.
+  -- A new job is the youngest: it is the head only if it is alone.
   local is_head
   if is_new then
     is_head = call('ZCARD', lane) == 1
@@ -138,7 +126,6 @@ local function enter_lane(s, name, job_id, sequence, class, is_new, had_jobs)
   end
   if is_head then
     call('ZADD', s.p .. 'jobs:pending', select(2, parts_of(name)), name)
-    leave_front(s)
     tell(s, class, name)
   end
   if s.meta.sought > 0 then
@@ -188,7 +175,7 @@ local function comes_before(a, b)
   return a.sequence < b.sequence
 end
 
--- `ahead` is kept in descending order, so that the next one is the last.
+-- `ahead` is sorted in descending order: the next item is the last.
 local function push(ahead, item)
   local low, high = 1, #ahead + 1
   while low < high do
@@ -206,7 +193,7 @@ local function page(key, offset, count)
   return call('ZRANGE', key, offset, offset + count - 1, 'WITHSCORES')
 end
 
--- Rows of a sorted set one after the other: two at first, more when they are asked for.
+-- The rows of a sorted set in order: two at first, more on demand.
 local function rows_of(s, key)
   return {key = key, rows = s.pages and s.pages[key] or page(key, 0, 2), at = 1, offset = 2, count = 2}
 end
@@ -235,7 +222,7 @@ local function lower(group, sequence)
   end
 end
 
--- After a walk: what was looked at and not taken gets its true bounds.
+-- After a walk: corrects the bounds of all that was visited and not taken.
 local function put_right(s, index, groups, ahead, chosen)
   for _, item in ipairs(ahead) do
     if not item.cursor then
@@ -252,7 +239,7 @@ local function put_right(s, index, groups, ahead, chosen)
     end
     local right = group.low and entry_of(group.time, group.low, group.level, group.tenant)
     if chosen and chosen.group == group then
-      -- Its head is about to go: the old bound serves as well, and costs no write.
+      -- Its head is about to be leased: the old bound is valid, and costs no write.
       right = group.entries[1]
     end
     local stale, stands = {}, false
@@ -310,8 +297,8 @@ local function look_into(s, ahead, item, skipped)
   })
 end
 
--- Visits waiting jobs in order until `visit` says true; answers that one. The first `deep` go as far into a lane as the
--- order says; beyond them only heads are seen. `skipped` holds workflow hashes, those of tenants, and job ids.
+-- Visits waiting jobs in order until `visit` returns true, and returns that job. The first `deep` jobs may be several of one
+-- lane; after them only heads are visited. `skipped` has workflow hashes, "<hash>@<tenant>", and job ids.
 local function walk(s, profile, skipped, deep, visit)
   local index = s.p .. 'index:' .. profile
   local entries = rows_of(s, index)
@@ -379,10 +366,10 @@ local function walk(s, profile, skipped, deep, visit)
   end
 end
 
--- The common case of a walk without its apparatus: the job in front, if the bounds of all others say so. What was read is
--- kept for the walk that follows when they do not, and for the leases that come in the same call.
-local function read_front(s, profile)
-  leave_front(s)
+-- The common case of a walk without its bookkeeping: the first job, if the bounds of all others come after it. If not, the walk
+-- that follows uses the pages that were read here.
+-- → job, lane, whether others wait behind it in this lane
+local function first(s, profile, skipped)
   local index = s.p .. 'index:' .. profile
   local entries = page(index, 0, 2)
   s.pages = {[index] = entries}
@@ -401,54 +388,23 @@ local function read_front(s, profile)
   if not lane then
     return nil
   end
-  local key, count = s.p .. 'lane:' .. lane, s.count or 1
-  local jobs = page(key, 0, count + 1)
-  if count == 1 then
-    s.pages[key] = jobs
-  else
-    local names = {}
-    for place = 1, #jobs, 2 do
-      names[#names + 1] = s.p .. 'job:' .. jobs[place]
-    end
-    if #names > 0 then
-      preload(s, names)
-    end
-  end
+  local key = s.p .. 'lane:' .. lane
+  local jobs = page(key, 0, 2)
+  s.pages[key] = jobs
+  local job_id, sequence = jobs[1], tonumber(jobs[2])
   local _, _, hash = parts_of(lane)
-  local front = {
-    profile = profile, lane = lane, hash = hash, tenant = tenant, jobs = jobs, at = 1, taken = {},
-    bound = lanes[3] and tonumber(lanes[4]) or math.huge, time = math.huge, own = 0, other = math.huge,
-  }
+  if not job_id or skipped[job_id] or is_skipped(skipped, hash, tenant) then
+    return nil
+  end
+  if lanes[3] and sequence > tonumber(lanes[4]) then
+    return nil
+  end
   if entries[3] and tonumber(entries[4]) == tonumber(level) then
-    front.time, front.other = struct.unpack('>dd', entries[3])
-    front.own = virtual_time(s, tenant)
-  end
-  return front
-end
-
-local function first(s, profile, skipped)
-  local front = s.front
-  if not front or front.profile ~= profile or not front.jobs[front.at] then
-    front = read_front(s, profile)
-  end
-  if not front then
-    return nil
-  end
-  local jobs, at = front.jobs, front.at
-  local job_id, sequence = jobs[at], tonumber(jobs[at + 1])
-  local is_first = job_id and not is_skipped(skipped, front.hash, front.tenant) and not skipped[job_id]
-    and sequence <= front.bound
-    and (front.own < front.time or front.own == front.time and sequence <= front.other)
-  if not is_first then
-    if #front.taken > 0 then
-      -- What was read is no longer so.
-      s.front, s.pages = front, nil
-      leave_front(s)
+    local time, other = struct.unpack('>dd', entries[3])
+    local own = virtual_time(s, tenant)
+    if own > time or own == time and sequence > other then
+      return nil
     end
-    return nil
   end
-  s.front, s.leave = front, leave_front
-  front.at = at + 2
-  front.taken[#front.taken + 1] = job_id
-  return job_id
+  return job_id, lane, jobs[3] ~= nil
 end

@@ -1,5 +1,5 @@
--- Part 2: a dispatch as text, and back. What moves with every lease stands in front, in a fixed form that is read without
--- looking at the rest; the rest is a MessagePack map, unpacked when it is needed and packed when it was changed.
+-- Part 2: encodes and decodes a dispatch. The fields that change with every lease are in a head of fixed form. The rest is a
+-- MessagePack map, which is unpacked only when it is needed and packed only when it was changed.
 --
 -- HEAD: sequence, class number, facts · phase, standing, phase of the record, whether the lease is acknowledged, whether
 -- its poll has another lease, whether the log tells of it · round, revision, lease number, attempts, epoch of the lease
@@ -8,14 +8,14 @@
 -- empty), the rest, each after its length in four.
 
 local HEAD = '<dIIBBBBBBIIIIIIdddddHc0Hc0Hc0Hc0Hc0Ic0Ic0'
--- What an enqueue puts before the rest of a head.
+-- The fields of the head that the library sets for a new dispatch.
 local PLACE = '<dII'
 local PHASES = {[0] = 'queued', 'leased', 'completed', 'failed', 'cancelled'}
 local PHASE_CODES = {queued = 0, leased = 1, completed = 2, failed = 3, cancelled = 4}
 local STANDINGS = {[0] = 'in_lane', 'delayed', 'paused'}
 local STANDING_CODES = {in_lane = 0, delayed = 1, paused = 2}
 local FINAL = {completed = true, failed = true, cancelled = true}
--- The fields an engine changes that stand in the head. All others are in the rest.
+-- The fields of the head that an engine changes. All others are in the rest.
 local IN_HEAD = {
   phase = true, standing = true, class_key = true, relaxed_class = true, round = true, wake_at = true, lease = true,
   attempts = true, cancel_requested_at = true,
@@ -56,7 +56,7 @@ local function text_of(job)
     #lease.poll_id, lease.poll_id, #lease.token, lease.token, #record, record, #job.packed_rest, job.packed_rest)
 end
 
--- What does not move: tenant, workflow hash, priority, limits, counters.
+-- The fields outside the head: tenant, workflow hash, priority, limits, counters.
 local function rest(job)
   if not job.rest then
     job.rest = unpacked(job.packed_rest)
@@ -64,8 +64,8 @@ local function rest(job)
   return job.rest
 end
 
--- What the worker of a job is to stop it for, if anything. A cancel comes before the others, which are seldom in the rest:
--- that is not unpacked for every heartbeat.
+-- Why the worker must stop the job, or nil. A cancel takes precedence. The other requests are rare and in the rest, which is
+-- not unpacked for every heartbeat.
 local function stop_of(job)
   if job.cancel_requested_at then
     return 'cancel'
@@ -118,12 +118,11 @@ local function changed_record(record, values, drops)
   for _, name in ipairs(drops or {}) do
     known[name] = nil
   end
-  -- Without a name in it, it would be packed as a list.
+  -- An empty map would be packed as a list.
   return next(known) and pack(known) or ''
 end
 
--- Facts are lines of the log, numbered by their order in the step that makes them true: there \1 stands for the time,
--- and \2 for the round.
+-- Facts are lines of the log, numbered by their order. In the lines of a call, \1 stands for the time and \2 for the round.
 
 local function fact_line(kind, data)
   return 'f{"kind":"' .. kind .. '","at":\1,"round":\2' .. (data and ',"data":' .. data or '') .. '}\n'
@@ -135,13 +134,13 @@ local function told(s, facts, round)
   return (lines:gsub('\2', round)), count
 end
 
--- As in JSON, between its quotes. Names rarely have anything in them that needs a second look.
+-- The text as in a JSON string, without the quotes. Names rarely need escapes.
 local function escaped(name)
   return name:find('[^%w%-_.:]') and cjson.encode(name):sub(2, -2) or name
 end
 
--- An attempt that begins is the fact that the job was leased. It is written when something follows; until then the lease
--- itself tells it.
+-- The line of a new attempt is also the fact that the job was leased. It is written with the next line of the log; until
+-- then, readers derive it from the lease.
 local function attempt_line(job_id, round, number, epoch, worker_id, leased_at, attempts)
   return 'a{"attempt_id":"' .. escaped(job_id) .. '\\/' .. round .. '\\/' .. number .. '\\/' .. epoch .. '","worker_id":"'
     .. escaped(worker_id) .. '","lease_number":' .. number .. ',"round":' .. round .. ',"started_at":'
@@ -152,7 +151,7 @@ local function end_line(s, number, ended)
   return 'e{"lease_number":' .. number .. ',"ended_at":' .. now_text(s) .. ',"end":' .. ended .. '}\n'
 end
 
--- The jobs a worker holds, by sequence.
+-- The jobs leased by a worker, by sequence.
 
 local function hold(s, worker_id, sequence)
   local key = s.p .. 'jobs:active:' .. worker_id

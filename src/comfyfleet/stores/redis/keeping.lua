@@ -1,4 +1,4 @@
--- Part 8: the table profile × class, workers, lessons, and every question that changes nothing.
+-- Part 8: the table profile × class, workers, workflow statistics, and all reading functions.
 
 local function is_at(s, version)
   if tonumber(version) ~= s.meta.version then
@@ -18,7 +18,7 @@ local function drop_class(s, class)
   call('HDEL', s.p .. 'classes:numbers', class)
 end
 
--- version, class, its JSON, how many idle classes are kept, then the profiles that may take it
+-- version, class, its JSON, maximum of idle classes, then the profiles that may take it
 define('put_class', function(s, args)
   if not is_at(s, args[4]) then
     return false
@@ -80,7 +80,7 @@ define('drop_profiles', function(s, args)
       end
       local entries = call('ZRANGEBYSCORE', index, '(-inf', '+inf', 'WITHSCORES')
       for place = 1, #entries, 2 do
-        -- The level stands in the entry too: the score of one that is out is another.
+        -- Read the level from the entry: the score of an excluded tenant is inf.
         local _, _, level = struct.unpack('>ddd', entries[place])
         call('DEL', group_of(s, profile, whole(-level), entries[place]:sub(25)))
       end
@@ -97,8 +97,8 @@ end)
 
 -- workers
 
--- It lasts from when the worker was last heard of, whoever writes its record and why. Only the record's own names stand
--- before a colon, so they are found without reading all of its models.
+-- Expires relative to when the worker was last seen, not to when its record is written. In the JSON only field names stand
+-- before a colon, so the fields are found without decoding the whole record.
 local function keep_heartbeat(s, worker_id, record)
   local key = s.p .. 'worker:' .. worker_id .. ':heartbeat'
   local seen = tonumber(record:match('"last_seen_at":([%d.eE+-]+)')) or 0
@@ -118,7 +118,7 @@ local function put_worker(s, args)
     if args[5 + place] then
       put(s, s.p .. name .. args[4], args[5 + place])
     else
-      -- An engine of before revision 12: what is not known keeps nobody from a lease or a write.
+      -- An engine from before revision 12 does not send it: unknown values must not prevent a lease or a write.
       drop(s, s.p .. name .. args[4])
     end
   end
@@ -129,7 +129,7 @@ end
 
 define('put_worker', put_worker)
 
--- the same → nil if there is one of this name, and nothing is written
+-- the same → nil if the worker exists, and nothing is written
 define('add_worker', function(s, args)
   if read(s, s.p .. 'worker:' .. args[4]) then
     return nil
@@ -137,8 +137,8 @@ define('add_worker', function(s, args)
   return put_worker(s, args)
 end)
 
--- the same, and the record it is written over → nil if another stands there, or none. From an engine of before
--- revision 15, without that record → nil if there is none, or one of another registration
+-- the same, and the expected record → nil if the record differs or is missing. An engine from before revision 15 sends no
+-- expected record → nil if there is no record, or one of another registration
 define('replace_worker', function(s, args)
   local known = read(s, s.p .. 'worker:' .. args[4])
   local registration = read(s, s.p .. 'worker_registration:' .. args[4])
@@ -181,9 +181,9 @@ define_reading('workers', function(s)
   return answer
 end)
 
--- lessons
+-- workflow statistics
 
--- workflow hash, lesson (JSON), how many are kept; then the lesson it is written over, or "" → nil if another stands there
+-- workflow hash, statistics (JSON), maximum number of workflows; then the expected statistics, or "" → nil if they differ
 define('put_lesson', function(s, args)
   local lessons, order = s.p .. 'lessons', s.p .. 'lessons:order'
   if args[7] and args[7] ~= (call('HGET', lessons, args[4]) or '') then
@@ -225,7 +225,7 @@ define('charge_tenant', function(s, args)
   return 1
 end)
 
--- From the first terms on everybody's jobs are counted.
+-- From the first terms on, the jobs of all tenants are counted.
 local function begin_to_share(s)
   s.meta.is_fair = true
   for _, lane in ipairs(call('ZRANGE', s.p .. 'jobs:pending', 0, -1)) do
@@ -240,7 +240,7 @@ local function begin_to_share(s)
   end
 end
 
--- tenant, its terms (JSON), weight, cap or "-", hold or "-"; the tenant alone: it has none any more
+-- tenant, its terms (JSON), weight, cap or "-", hold or "-"; the tenant alone: removes its terms
 define('put_terms', function(s, args)
   if not s.meta.is_fair and args[5] then
     begin_to_share(s)
@@ -285,14 +285,14 @@ define_reading('leases_of', function(s, args)
   return answer
 end)
 
--- limit, then where a page before ended: the time at which its last job fell due, and that job
+-- limit, then the end of the previous page: the due time of its last job, and that job
 define_reading('due', function(s, args)
   local limit, from, last = tonumber(args[4]), args[5] or '-inf', args[6]
   local answer, passed = {}, 0
   while #answer < limit do
     local page = call('ZRANGEBYSCORE', s.p .. 'jobs:due', from, exact(now(s)), 'WITHSCORES', 'LIMIT', passed, limit)
     for place = 1, #page, 2 do
-      -- Several may fall due at one time, and the page before may have ended among them.
+      -- Several jobs may have the same due time, and the previous page may have ended among them.
       local is_behind = not last or tonumber(page[place + 1]) > tonumber(from) or page[place] > last
       if is_behind and #answer < limit then
         answer[#answer + 1] = call('GET', job_key(s, page[place]))
@@ -360,10 +360,10 @@ local function purge(s, job, ended)
   s.meta[job.phase] = s.meta[job.phase] - 1
 end
 
--- How long an end that is settled stays all the same: see `tombstones.py`.
+-- How long a settled job is kept at least: see TOMBSTONE_S in model/dispatch.py.
 local TOMBSTONE_S = 60
 
--- phase, before, limit. It makes room, so it must run when there is none.
+-- phase, before, limit. It frees memory, so it must also run when memory is full.
 define('purge', function(s, args)
   local ended, before, limit = s.p .. 'jobs:' .. args[4], tonumber(args[5]), tonumber(args[6])
   local settled_before = math.min(before, now(s) - TOMBSTONE_S)
@@ -388,7 +388,7 @@ define('purge', function(s, args)
   return purged > 0 and purged
 end, nil, {'allow-oom'})
 
--- what is kept with a job
+-- the history of a job
 
 -- attempt id, job, lease number
 define('mark_late', function(s, args)
@@ -409,15 +409,15 @@ define('mark_late', function(s, args)
   return 1
 end)
 
--- sequence to go on from or "", or the id of the last job seen or ""; tenant or "", phase or "", limit, how many to look at,
--- 1 for the newest first
+-- sequence to continue from or "", or the id of the last job or ""; tenant or "", phase or "", limit, maximum of jobs to look
+-- at, 1 for the newest first
 define_reading('list', function(s, args)
   local from, after, tenant, phase, limit = args[4], args[5], args[6], args[7], tonumber(args[8])
   local is_back = args[10] == '1'
   local jobs, beyond = s.p .. 'jobs', nil
   if from == '' and after ~= '' then
     from = call('ZSCORE', jobs, after) or ''
-    -- What the page ended with is gone; its id still says when it was.
+    -- The last job of the previous page is gone; its id still gives its time.
     beyond = from == '' and after or nil
   elseif after ~= '' then
     beyond = after

@@ -1,80 +1,80 @@
--- Part 1 of the function library: the layout of the keys, and what every function does first and last.
+-- Part 1 of the function library: the layout of the keys, and how every function begins and ends.
 --
--- All keys share one prefix with one hash tag, `{cf}:` unless the fleet was opened under another name, so they live on
--- one shard. Each call declares one key, `<prefix>meta`, and builds the others from it. A name that begins with `!` follows
--- the hash tag itself (`{cf}!cabinet`): users of workers may touch `{cf}:*` and no more.
+-- All keys share one prefix with one hash tag, by default `{cf}:`, so they are on one shard. Each call declares one key,
+-- `<prefix>meta`, and builds the others from it. A name that begins with `!` follows the hash tag without a colon
+-- (`{cf}!cabinet`): the users of direct workers may access only `{cf}:*`.
 --
---   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, the run, where anybody was charged "1" if
---                                      tenants have terms (else "0"), the greatest virtual time and the next end of a hold, \0, bytes of open payloads
+--   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, the run; after the first charge also "1" if
+--                                      tenants have terms (else "0"), the greatest virtual time and the next end of a hold; \0, bytes of open payloads
 --   request:<client>:<slot>   string   "<number> <answer>": the last answer given to this slot, for a call that is repeated
 --   clients                   zset     client -> when it was last seen (its slots are dropped a day later)
 --
---   job:<id>                  string   the dispatch: what moves as in HEAD of jobs.lua, then the rest (MessagePack map)
+--   job:<id>                  string   the dispatch: HEAD of jobs.lua, then the rest (MessagePack map)
 --   job:<id>:payload          string   the job's record as it was submitted (JSON)
---   job:<id>:result, :failure string   what came of it (JSON)
+--   job:<id>:result, :failure string   its result or failure (JSON)
 --   job:<id>:log              string   lines: f<fact>, a<attempt begun, a fact too>, e<attempt ended>, l<late> (JSON each)
 --   job:<id>:progress         string   the newest progress (JSON), expires
 --   jobs                      zset     every job -> sequence
---   jobs:pending              zset     lane -> priority: the lanes somebody waits in
---   lane:<lane>               zset     job -> sequence: who waits there
---   jobs:active:<worker>      string   " <sequence> " of each job this worker holds a lease on, oldest first
---   jobs:completed, :failed, :cancelled   zset   job -> serial: in the order they ended, but for the unsettled
---   jobs:unsettled            zset     jobs whose end a tenant's database is to take in, by id (all scores 0)
+--   jobs:pending              zset     lane -> priority: the lanes with waiting jobs
+--   lane:<lane>               zset     job -> sequence: the waiting jobs of the lane
+--   jobs:active:<worker>      string   " <sequence> " of each job leased by this worker, oldest first
+--   jobs:completed, :failed, :cancelled   zset   job -> serial: in the order of their ends, without unsettled jobs
+--   jobs:unsettled            zset     ended jobs that a tenant database has yet to settle, by id (all scores 0)
 --   jobs:dead                 zset     the failed jobs by id (all scores 0)
 --   progress:<job>            stream   the last hundred reports of progress, expires
---   jobs:due                  zset     job -> the time at which something must happen to it
+--   jobs:due                  zset     job -> the time at which an engine must act on it
 --   poll:<id>                 string   the job leased under this poll
 --   references                hash     "<tenant>\0<reference>" -> job
---   tenant:<tenant>           string   its virtual time; once tenants have terms also its credit, jobs waiting and leased, whether it was kept
---                                      out ("1"), weight, cap and hold ("-": none)
---   job:<id>:charge           string   the virtual time its lease was charged with
+--   tenant:<tenant>           string   its virtual time; once tenants have terms, also its credit, its waiting and leased jobs, whether it was
+--                                      excluded ("1"), weight, cap and hold ("-": none)
+--   job:<id>:charge           string   the virtual time that its lease was charged
 --   terms                     hash     tenant -> its terms (JSON)
---   tenants:open              set      tenants with jobs that wait or run, once tenants have terms
---   tenants:held              set      tenants whose terms hold them, or held them once
---   out:<tenant>              set      "<-priority> <profile>": where its entries stand behind all others, as it may have nothing now
+--   tenants:open              set      tenants with waiting or leased jobs, once tenants have terms
+--   tenants:held              set      tenants that have, or had, a hold in their terms
+--   out:<tenant>              set      "<-priority> <profile>": the indexes in which its entries are set aside while it is excluded
 --
 --   classes                   hash     class -> requirement class (JSON)
---   classes:numbers           hash     class -> number (a class that was dropped comes back under a new one)
---   classes:idle              zset     class -> serial: classes no open job belongs to, longest idle first
---   classes:pins              hash     class -> open jobs that belong to it
+--   classes:numbers           hash     class -> number (a dropped class gets a new number when it returns)
+--   classes:idle              zset     class -> serial: classes without open jobs, longest idle first
+--   classes:pins              hash     class -> number of its open jobs
 --   class:<class>:profiles    set      profiles that may take it
---   profiles                  set      the profiles that are known
---   profiles:sought           set      those somebody has looked for in vain since a hint was given
+--   profiles                  set      all profiles
+--   profiles:sought           set      profiles for which a look found too little since the last hint
 --   profile:<profile>:classes set      classes it may take
---   index:<profile>           zset     level 1: <virtual time><sequence><-priority><tenant> -> -priority, of one that is out inf; news: <lane> -> -inf
+--   index:<profile>           zset     level 1: <virtual time><sequence><-priority><tenant> -> -priority (excluded tenant: inf); new heads: <lane> -> -inf
 --   group:<profile>:<priority>:<tenant>   zset   level 2: lane -> lower bound of its head
 --
---   workers:active            zset     worker -> serial: in the order they came
+--   workers:active            zset     worker -> serial: in the order of their first registration
 --   worker:<id>               string   its record (JSON)
---   worker:<id>:heartbeat     string   when it was last heard of; expires 60 s after that
---   worker_profile:<id>       string   its profile: what it is leased under must be this
---   worker_registration:<id>  string   which registration its record is of: what was read of an earlier one is not written over it
---   worker:<id>:refused       string   what it declared (digest) and why an engine would not have it, expires
---   workers:waiting           hash     worker -> what it declares (JSON), until an engine admits it
---   workers:declared          hash     worker -> digest of what it was admitted with (workers without an engine)
---   workers:seen              hash     worker -> when it last called (workers without an engine)
---   commands:<worker>         stream   the last hundred commands to it, expires
+--   worker:<id>:heartbeat     string   when it was last seen; expires 60 s later
+--   worker_profile:<id>       string   its profile: a lease must name this profile
+--   worker_registration:<id>  string   the registration of its record: a change based on an earlier one is not written
+--   worker:<id>:refused       string   digest of its declaration, and why an engine refused it, expires
+--   workers:waiting           hash     worker -> its declaration (JSON), until an engine admits it
+--   workers:declared          hash     direct worker -> digest of the declaration that was admitted
+--   workers:seen              hash     direct worker -> when it last called
+--   commands:<worker>         stream   the last hundred commands for it, expires
 --   blocks                    zset     workers with blocks -> serial
 --   blocks:<worker>           string   its blocks, oldest first: {target, until or false, block} (MessagePack); the worker
---                                      "*" stands for all of them
+--                                      "*" means all workers
 --   blocks:ends               zset     "<worker>\0<target>" -> until
---   lessons, lessons:order    hash, zset   workflow hash -> lesson (JSON), serial
---   reports                   list     failures told by workers without an engine, for an engine to judge (JSON)
---   watched                   string   somebody watches a job or the fleet at an engine, expires
---   finished                  list     runs completed by workers without an engine, for an engine to learn from (JSON)
---   !cabinet                  set      the drawers with documents in them
---   !cabinet:<drawer>         hash     name -> "<version> <body>": small documents beside the queue
---   !cabinet:<drawer>:names   zset     the names in their order (all scores 0)
---   channel:hub:events        channel  something waits that was looked for in vain, or the table is new: a hint that may be lost
---   channel:worker:<id>       channel  a command to this worker, as in its stream: a hint that may be lost
---   channel:workers:all       channel  every command to every worker, for engines; while `watched` is there, what workers without an engine do
+--   lessons, lessons:order    hash, zset   workflow hash -> statistics (JSON), serial
+--   reports                   list     failures that direct workers reported, for an engine to handle (JSON)
+--   watched                   string   present while a client of an engine watches a job or the fleet, expires
+--   finished                  list     runs that direct workers completed, for an engine's statistics (JSON)
+--   !cabinet                  set      the collections that have documents
+--   !cabinet:<collection>         hash     name -> "<version> <body>": the documents of a collection
+--   !cabinet:<collection>:names   zset     the names in order (all scores 0)
+--   channel:hub:events        channel  hints that jobs wait which a look missed, or that the table changed; may be lost
+--   channel:worker:<id>       channel  commands for this worker, as in its stream; may be lost
+--   channel:workers:all       channel  all commands to all workers, for engines; while `watched` is present, also events of direct workers
 --
--- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
--- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
+-- Every function has the same first three arguments: the request ("<client>:<slot>", or "" if it is never repeated), its
+-- number, and the time ("" except in a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 22
+local REVISION = 23
 
--- Neither `redis.call` nor the libraries are there yet while this text is loaded.
+-- While this text is loaded, `redis.call` and the libraries do not exist yet.
 local function call(...)
   return redis.call(...)
 end
@@ -89,7 +89,7 @@ end
 
 local HEARTBEAT_S = 60
 local CLIENT_S = 86400
--- A client is noted at the first use of a slot, and now and then.
+-- A client's time is written at the first use of a slot, and then once in so many calls.
 local NOTED_EVERY = 1024
 local SLOTS_MISSED = 32
 
@@ -103,8 +103,8 @@ end
 
 local META = '<dddddddddddddddd'
 
--- The head as it was left by the last call, by prefix: equal text, equal table. Forgotten while a call is under way, so
--- that one that ends in an error leaves nothing half changed behind.
+-- A cache of the decoded head after the last call, by prefix; valid if the text is the same. It is empty during a call, so
+-- that a call that fails leaves no half-changed table behind.
 local LAST = {}
 
 local function meta_of(s, text)
@@ -134,8 +134,8 @@ local function meta_text(m)
     .. '\0' .. whole(m.payload_bytes)
 end
 
--- String keys are read once and written together at the end, one MSET and one DEL, and so are the scores that nothing reads
--- in between: what several calls in one have in common is done once.
+-- String keys are read once and written together at the end, with one MSET and one DEL. So are scores that nothing reads
+-- in between. Calls that are sent together share this work.
 
 local function read(s, key)
   local value = s.cache[key]
@@ -175,7 +175,7 @@ local function drop(s, key)
   s.drops[key] = true
 end
 
--- false takes the member out.
+-- false removes the member.
 local function score(s, key, member, value)
   local scores = s.scores[key]
   if not scores then
@@ -256,7 +256,7 @@ local function open(keys, args, wants)
       s.answer = last:byte(length + 2) == 116 and {answer} or unpacked(answer)
       return s
     end
-    -- A copy that was long on its way, over a connection given up since: its caller has the answer of another.
+    -- A late copy from a closed connection: its caller already has an answer.
     if (tonumber(s.number) or math.huge) < (tonumber(last:match('^%S+')) or 0) then
       error({err = 'CFREPEATED this slot has gone on to a later number: nothing was done'})
     end
@@ -286,7 +286,7 @@ local function forget_clients(s, before)
   end
 end
 
--- A class is pinned by the open jobs that belong to it; one without any is idle, and the longest idle go first.
+-- Open jobs pin their class. A class without pins is idle; the longest idle classes are dropped first.
 
 local function pin(s, class, by)
   if not s.pins then
@@ -313,12 +313,9 @@ local function write_pins(s)
   end
 end
 
--- A no is not remembered: it changed nothing, so asking again may as well find a yes. A text is kept as it is, after a t;
--- anything else as MessagePack, after an m.
+-- A negative answer is not remembered: it changed nothing, and a repeated call may succeed. A text is kept after a "t",
+-- any other answer as MessagePack after an "m".
 local function close(s, answer)
-  if s.front then
-    s.leave(s)
-  end
   if s.pins then
     write_pins(s)
   end
@@ -374,7 +371,7 @@ local function run(body, wants, keys, args, is_reading)
   return close(s, answer)
 end
 
--- `wants` names string keys that the body will ask for, so that one MGET brings them all.
+-- `wants` names the string keys that the body will read, so that one MGET reads them all.
 local function define(name, body, wants, flags)
   redis.register_function({
     function_name = 'cf1_' .. name,
@@ -385,7 +382,7 @@ local function define(name, body, wants, flags)
   })
 end
 
--- Functions that may be called many at a time: `body` and `wants` get the places of their first and last argument, too.
+-- Functions that `many` may call: `body` and `wants` also get the positions of their first and last argument.
 local JOINED = {}
 
 local function define_joined(name, body, wants)
@@ -397,7 +394,7 @@ local function define_joined(name, body, wants)
   end)
 end
 
--- name, how many arguments, and these, of each call → their answers, an error among them that of its call alone
+-- for each call: name, number of arguments, arguments → an answer for each; an error is the answer of its call only
 define('many', function(s, args)
   local answers, at = {}, 4
   while at < #args do
@@ -415,10 +412,9 @@ end, function(s, args, names)
   while at < #args do
     local joined = JOINED[args[at]]
     if not joined then
-      error({err = 'CFCALL only enqueue, lease_next, finish and finish_and_lease_next are called many at a time'})
+      error({err = 'CFCALL only enqueue and finish are called many at a time'})
     end
     joined.wants(s, args, names, at + 2)
-    s.count = (s.count or 0) + 1
     at = at + 2 + tonumber(args[at + 1])
   end
 end)
@@ -441,7 +437,7 @@ redis.register_function({
   flags = {'no-writes'},
 })
 
--- run: who the server is and which history it continues. winds: "1" opens a new fleet for tests.
+-- run: identifies the server and its replication history. winds: "1" opens a new fleet for tests.
 redis.register_function('cf1_open', function(keys, args)
   local s = open(keys, args)
   local run_id, winds = args[4], args[5] == '1'
@@ -454,7 +450,7 @@ redis.register_function('cf1_open', function(keys, args)
   elseif winds and not s.meta.winds then
     error({err = 'CFTIME this fleet runs on the clock of its server; open another prefix for tests'})
   elseif s.meta.run ~= run_id then
-    -- Another server, or another history of it: what it forgot may be leased again under the same number.
+    -- Another server or history: it may have lost leases, whose numbers will be given again.
     s.meta.epoch = s.meta.epoch + 1
     s.meta.run = run_id
   end

@@ -1,4 +1,4 @@
--- Part 7: leases: how one is given to a worker, kept alive, and ends together with its job.
+-- Part 7: leases: grant, heartbeat, and the end of a lease together with its job.
 
 local LONGEST = 65535
 
@@ -10,20 +10,20 @@ local function wants_worker(s, offer, names)
   names[#names + 1] = s.p .. 'worker_profile:' .. offer.worker_id
 end
 
--- Whoever matched it may not have heard that the worker has registered anew since then, with other tenants perhaps.
+-- The worker may have registered anew since matching, perhaps with other tenants.
 local function is_as_matched(s, offer)
   local profile = read(s, s.p .. 'worker_profile:' .. offer.worker_id)
   return not profile or profile == offer.profile
 end
 
--- What is longer than a head can say would make it unreadable.
+-- The head has two bytes for a length: a longer text would make it unreadable.
 local function check_names(offer)
   if #offer.worker_id > LONGEST or #offer.poll_id > LONGEST or #offer.token > LONGEST then
     error({err = 'CFCALL a worker, a poll and a token are named in at most ' .. LONGEST .. ' bytes each'})
   end
 end
 
--- Refused before anything is done: what a call has changed when it fails stays changed.
+-- Checked first: Redis does not undo the changes of a call that fails.
 local function offer_at(args, place)
   local acknowledge_s, charge_s = tonumber(args[place + 4]), nil
   if not acknowledge_s then
@@ -40,9 +40,8 @@ local function offer_at(args, place)
   return offer
 end
 
--- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. Without `leaves`, it leaves its lane
--- with others. → the dispatch
-local function grant(s, job_id, text, offer, lane, leaves, has_followers)
+-- Turns the text of a waiting job into that of a leased one, without reading the rest of it. → the dispatch
+local function grant(s, job_id, text, offer, lane, has_followers)
   local sequence, class_number, facts, _, standing, _, _, _, _, round, revision, number, attempts, _, reported, wake_at,
     cancel_requested_at, _, _, _, class_key, relaxed_class, _, _, _, record, packed_rest = struct.unpack(HEAD, text)
   local leased_at, meta, worker_id, poll_id = now(s), s.meta, offer.worker_id, offer.poll_id
@@ -51,15 +50,13 @@ local function grant(s, job_id, text, offer, lane, leaves, has_followers)
   if meta.is_fair then
     share_lease(s, job_id, select(4, parts_of(lane)), offer.charge_s)
   end
-  if leaves then
-    leave_lane(s, lane, {job_id}, has_followers)
-  end
+  leave_lane(s, lane, job_id, has_followers)
   score(s, s.p .. 'jobs:due', job_id, wake_at >= 0 and wake_at < expires_at and wake_at or expires_at)
   hold(s, worker_id, sequence)
   local poll = s.p .. 'poll:' .. poll_id
   local earlier = read(s, poll)
   if earlier and earlier ~= job_id then
-    -- One poll, two leases: the newer one owns it, and the end of the older must leave it alone.
+    -- Two leases of one poll: the newer one owns the key, and the end of the older must not remove it.
     local other = load(s, earlier)
     if other then
       other.poll_moved = true
@@ -75,6 +72,7 @@ local function grant(s, job_id, text, offer, lane, leaves, has_followers)
   return leased
 end
 
+-- → the job, or false
 local function lease_next(s, offer)
   check_names(offer)
   if s.meta.is_paused or not is_as_matched(s, offer) then
@@ -84,11 +82,8 @@ local function lease_next(s, offer)
     end_holds(s)
   end
   local blocked = blocked_targets(s, offer.worker_id)
-  local job_id, lane, has_followers = first(s, offer.profile, blocked), nil, nil
-  local leaves = not job_id
-  if job_id then
-    lane = s.front.lane
-  else
+  local job_id, lane, has_followers = first(s, offer.profile, blocked)
+  if not job_id then
     local chosen, put_bounds_right = walk(s, offer.profile, blocked, 1, function()
       return true
     end)
@@ -99,18 +94,14 @@ local function lease_next(s, offer)
     end
     job_id, lane, has_followers = chosen.job_id, chosen.lane, chosen.has_followers
   end
-  local leased = grant(s, job_id, read(s, s.p .. 'job:' .. job_id), offer, lane, leaves, has_followers)
-  if s.meta.is_fair then
-    -- Whose turn is next is another matter now.
-    leave_front(s)
-    forget_pages(s)
-  end
-  return leased, job_id
+  grant(s, job_id, read(s, s.p .. 'job:' .. job_id), offer, lane, has_followers)
+  return job_id
 end
 
--- A lease that ends its job, the commonest of all writes, on the text alone: as `write` would. `at` is where its arguments
--- begin: job, round, number, epoch, token, phase, how the attempt ended (JSON), phase of the record, record (MessagePack map or
--- ""), result (JSON or ""), "1" if an earlier failure is forgotten, facts as of `enqueue`. → the dispatch, or false
+-- Ends a lease and its job. This is the most common write, so it changes the text without decoding it; the effect is that of
+-- `write`. Its arguments begin at `at`: job, round, number, epoch, token, phase, end of the attempt (JSON), phase of the record,
+-- record (MessagePack map or ""), result (JSON or ""), "1" to remove an earlier failure, facts as in `enqueue`
+-- → the dispatch, or false
 local function finish(s, args, at, last)
   local job_id, phase = args[at], args[at + 5]
   local key = s.p .. 'job:' .. job_id
@@ -188,7 +179,7 @@ local function extend(s, job, till)
   return stop_of(job) and 2 or 1
 end
 
--- job, then as `lease_next`
+-- job, worker, profile, poll, token, "<seconds until the first heartbeat> <seconds to charge its tenant>"
 define('lease', function(s, args)
   local job, offer = load(s, args[4]), s.offer
   check_names(offer)
@@ -208,39 +199,11 @@ define('lease', function(s, args)
       return false
     end
   end
-  return grant(s, job.job_id, read(s, job_key(s, job.job_id)), offer, lane_of(job), true)
+  return grant(s, job.job_id, read(s, job_key(s, job.job_id)), offer, lane_of(job))
 end, function(s, args, names)
   s.offer = offer_at(args, 5)
   names[#names + 1] = job_key(s, args[4])
   wants_worker(s, s.offer, names)
-end)
-
-local function wants_offer(s, args, names, at)
-  local count = #names
-  names[count + 1] = s.p .. 'blocks:' .. args[at]
-  names[count + 2] = s.p .. 'poll:' .. args[at + 2]
-  names[count + 3] = s.p .. 'jobs:active:' .. args[at]
-  names[count + 4] = s.p .. 'worker_profile:' .. args[at]
-  names[count + 5] = s.p .. 'blocks:*'
-end
-
--- worker, profile, poll, token, "<seconds until the first heartbeat> <seconds its tenant is charged with>"
-define_joined('lease_next', function(s, args, at)
-  return (lease_next(s, offer_at(args, at)))
-end, wants_offer)
-
-local function with_next(s, finished, offer)
-  return finished and {finished, (lease_next(s, offer))}
-end
-
--- write (MessagePack), then as `lease_next` → both answers
-define('write_and_lease_next', function(s, args)
-  local offer = offer_at(args, 5)
-  return with_next(s, write(s, load(s, s.write.job_id), s.write), offer)
-end, function(s, args, names)
-  s.write = write_of(args[4])
-  names[#names + 1] = job_key(s, s.write.job_id)
-  wants_offer(s, args, names, 5)
 end)
 
 -- see `finish`
@@ -250,16 +213,7 @@ end, function(s, args, names, at)
   names[#names + 1] = job_key(s, args[at])
 end)
 
--- as `lease_next`, then see `finish` → as `write_and_lease_next`
-define_joined('finish_and_lease_next', function(s, args, at, last)
-  local offer = offer_at(args, at)
-  return with_next(s, finish(s, args, at + 5, last), offer)
-end, function(s, args, names, at)
-  wants_offer(s, args, names, at)
-  names[#names + 1] = job_key(s, args[at + 5])
-end)
-
--- profile, worker, slots, lanes, quantum, then workflow hashes to leave out
+-- profile, worker, slots, lanes, quantum, then workflow hashes to skip
 define('peek', function(s, args)
   if s.meta.is_paused then
     return {}
@@ -304,7 +258,7 @@ define('peek', function(s, args)
   return answer
 end)
 
--- ttl, then job, round, number, epoch and token of each lease → for each 0 lost, 1 alive, 2 alive and to be stopped
+-- ttl, then job, round, number, epoch and token of each lease → for each: 0 lost, 1 alive, 2 alive and the job must be stopped
 define('heartbeat', function(s, args)
   local till, answer, workers = now(s) + tonumber(args[4]), {}, {}
   for place = 5, #args, 5 do

@@ -16,7 +16,7 @@ from comfyfleet.stores.redis.client import RedisServerError
 LIBRARY = "comfyfleet1"
 PARTS = (
     *("keys.lua", "jobs.lua", "shares.lua", "index.lua", "blocks.lua"),
-    *("dispatches.lua", "leases.lua", "keeping.lua", "workers.lua", "moving.lua", "cabinet.lua"),
+    *("dispatches.lua", "leases.lua", "keeping.lua", "workers.lua", "moving.lua", "documents.lua"),
 )
 
 Send = Callable[..., Awaitable[object]]

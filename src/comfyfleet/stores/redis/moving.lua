@@ -1,4 +1,4 @@
--- Part 10: jobs that come from, or go to, another store.
+-- Part 10: imports jobs from another store, and discards jobs that moved to one.
 
 local function reference_of(job)
   local values = rest(job)
@@ -13,7 +13,8 @@ local function known_as(s, job)
   return reference and call('HGET', s.p .. 'references', reference)
 end
 
--- for each job: dispatch (see jobs.lua; its place and the number of its class are given here), payload (JSON), log, result or "", failure or "" (JSON)
+-- for each job: dispatch (see jobs.lua; the library sets its place and class number), payload (JSON), log, result or "",
+-- failure or "" (JSON)
 define('adopt', function(s, args)
   local jobs = {}
   for i = 4, #args, 5 do
@@ -45,7 +46,7 @@ define('adopt', function(s, args)
           put(s, key .. name, args[at + offset])
         end
       end
-      -- It waited before, elsewhere: what its tenant was served moves along.
+      -- It waited in the other store, and the virtual time of its tenant moves along.
       move(s, nil, job, true)
       answer[place] = save(s, job)
     end
@@ -67,7 +68,7 @@ local function forget(s, job)
       pin(s, job.relaxed_class, -1)
     end
     if stands_in_lane(job) then
-      leave_lane(s, lane_of(job), {job.job_id})
+      leave_lane(s, lane_of(job), job.job_id)
     end
   end
   call('ZREM', s.p .. 'jobs', job.job_id)
@@ -82,7 +83,7 @@ local function forget(s, job)
   drop(s, s.p .. 'progress:' .. job.job_id)
 end
 
--- job, revision, job, revision … → for each 1 forgotten, 0 it is another by now
+-- job, revision, job, revision … → for each: 1 deleted, 0 it has changed
 define('discard', function(s, args)
   local answer = {}
   for i = 4, #args, 2 do

@@ -59,15 +59,17 @@ class RedisPeerChannel:
         self._hear: Callable[[bytes], None] | None = None
         self._hear_run: Callable[[Fact | ProgressEvent], None] | None = None
 
-    def listen(self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | ProgressEvent], None]) -> None:
-        self._hear = hear
-        self._hear_run = hear_run
+    def listen(
+        self, on_message: Callable[[bytes], None], on_run_event: Callable[[Fact | ProgressEvent], None]
+    ) -> None:
+        self._hear = on_message
+        self._hear_run = on_run_event
 
-    def heard(self, message: bytes) -> None:
+    def handle_message(self, message: bytes) -> None:
         if self._hear is not None and not message.startswith(self._me):
             self._hear(message.partition(b" ")[2])
 
-    def heard_run(self, message: bytes) -> None:
+    def handle_run_message(self, message: bytes) -> None:
         if self._hear_run is None:
             return
         run = _run.decode(message)
@@ -83,27 +85,34 @@ class RedisPeerChannel:
     async def watch(self) -> None:
         await self._call("SET", self._prefix + "watched", "1", "EX", _WATCHED_S)
 
-    async def say(self, message: bytes) -> None:
+    async def publish(self, message: bytes) -> None:
         await self._call("PUBLISH", self._prefix + PEER_CHANNEL, self._me + message)
 
     async def announce(self, message: bytes) -> None:
         await self._call("PUBLISH", self._prefix + EVENT_CHANNEL, message)
 
-    async def keep_progress(self, job_id: JobId, note: RunSnapshot) -> None:
-        if note.progress is not None:
-            await self._call("SET", f"{self._prefix}job:{job_id}:progress", note.progress, "EX", _KEEP_S)
+    async def save_progress(self, job_id: JobId, snapshot: RunSnapshot) -> None:
+        if snapshot.progress is not None:
+            await self._call("SET", f"{self._prefix}job:{job_id}:progress", snapshot.progress, "EX", _KEEP_S)
         stream = f"{self._prefix}progress:{job_id}"
-        fields = ["worker_id", note.worker_id or "", "timestamp", repr(note.at), "status", note.status]
-        if note.percentage is not None:
-            fields += ["percentage", f"{note.percentage:g}"]
-        if note.message is not None:
-            fields += ["message", note.message]
+        fields = [
+            "worker_id",
+            snapshot.worker_id or "",
+            "timestamp",
+            repr(snapshot.at),
+            "status",
+            snapshot.status,
+        ]
+        if snapshot.percentage is not None:
+            fields += ["percentage", f"{snapshot.percentage:g}"]
+        if snapshot.message is not None:
+            fields += ["message", snapshot.message]
         await self._call(
-            "XADD", stream, "MAXLEN", "~", _NOTES_KEPT, "*", "progress", note.progress or b"{}", *fields
+            "XADD", stream, "MAXLEN", "~", _NOTES_KEPT, "*", "progress", snapshot.progress or b"{}", *fields
         )
         await self._call("EXPIRE", stream, _KEEP_S)
 
-    async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
+    async def load_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
         if not job_ids:
             return []
         found = await self._call("MGET", *(f"{self._prefix}job:{job_id}:progress" for job_id in job_ids))
@@ -146,8 +155,8 @@ class PubSubListener:
         me: str,
         wake: Callable[[], None],
         wake_for_workers: Callable[[], None],
-        hear: Hear | None,
-        relearn: Callable[[], None] | None,
+        on_command: Hear | None,
+        on_new_class: Callable[[], None] | None,
         on_peer_message: Callable[[bytes], None],
         hear_run: Callable[[bytes], None],
     ) -> None:
@@ -155,8 +164,8 @@ class PubSubListener:
         self._me = me
         self._wake = wake
         self._wake_for_workers = wake_for_workers
-        self._hear = hear
-        self._relearn = relearn
+        self._hear = on_command
+        self._relearn = on_new_class
         self._on_peer_message = on_peer_message
         self._hear_run = hear_run
         self._task: asyncio.Task[None] | None = None

@@ -13,11 +13,9 @@ from typing import Literal
 import msgspec
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.stores.redis.address import document_key
 from comfyfleet.stores.redis.client import RedisServerError, Send
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
-from comfyfleet.stores.redis.pubsub import EVENT_CHANNEL
 
 Durability = Literal["durable", "everysec", "none"]
 
@@ -92,39 +90,3 @@ async def _setting(send: Send, name: str) -> str | None:
     except RedisServerError:
         return None
     return as_bytes(answer[1]).decode() if len(answer) == 2 else None
-
-
-WORKER_FUNCTIONS = (
-    "cf1_revision",
-    "cf1_worker_register",
-    "cf1_worker_leave",
-    "cf1_worker_lease_next",
-    "cf1_worker_heartbeat",
-    "cf1_worker_progress",
-    "cf1_worker_complete",
-    "cf1_worker_release",
-    "cf1_worker_fail",
-)
-# The commands inside those functions; none reads or removes much at once.
-_INSIDE = (
-    *("get", "set", "mget", "mset", "append", "del", "exists", "expire", "time", "publish"),
-    *("hget", "hset", "hdel", "hexists", "hincrby", "rpush", "ltrim", "xadd"),
-    *("smembers", "sadd", "srem", "sinter"),
-    *("zadd", "zrem", "zcard", "zrange", "zrangebyscore", "zremrangebyscore", "zrandmember", "zmscore"),
-)
-
-
-def engine_rules(prefix: str) -> tuple[str, ...]:
-    """ACL rules of a hub's or agent's user: all of this fleet, the library, no other settings."""
-    server = ("-@admin", "-@dangerous", "+info", "+config|get", "+function|load")
-    return (f"~{prefix}*", f"~{document_key(prefix)}*", f"&{prefix}*", "+@all", *server)
-
-
-def worker_rules(prefix: str) -> tuple[str, ...]:
-    """Rules for `ACL SETUSER <worker> reset on ><password> …`."""
-    functions = (f"+fcall|{name}" for name in WORKER_FUNCTIONS)
-    inside = (f"+{name}" for name in _INSIDE)
-    # Its own commands: hints, and the stream of its commands.
-    reading = ("+subscribe", "+unsubscribe", "+xread", "+ping")
-    channels = (f"&{prefix}{EVENT_CHANNEL}", f"&{prefix}channel:worker:*", f"&{prefix}channel:workers:all")
-    return (f"~{prefix}*", *channels, *functions, "+fcall_ro|cf1_revision", *inside, *reading)

@@ -1,7 +1,7 @@
--- Part 3: tenants: their terms, what they were charged, who is out, who begins to wait. As `shares.py` beside the stores.
+-- Part 3: fair share between tenants: terms, charges, exclusion. The rules are those of stores/inprocess/fair_share.py.
 --
--- Nothing is counted or charged until the first tenant gets terms (`is_fair` in the head); from then on everybody is. What is
--- known of a tenant is one string, read once in a call and written at its end.
+-- Nothing is counted or charged until the first tenant gets terms (`is_fair` in the head); from then on, all tenants are. The
+-- state of a tenant is one string, read once in a call and written at its end.
 
 local DEFAULT_CHARGE_S = 10
 local SHARE = '^(%S+) ?(%S*) ?(%S*) ?(%S*) ?(%S*) ?(%S*) ?(%S*) ?(%S*)$'
@@ -58,7 +58,7 @@ local function is_out(s, share)
   return is_at_cap(share) or share.held ~= nil and now(s) < share.held
 end
 
--- Where a tenant begins to take part: see `start_among` in model/tenant.py.
+-- The virtual time at which a tenant starts: see `start_among` in model/tenant.py.
 local function start(s, tenant)
   local names, keys = call('SMEMBERS', s.p .. 'tenants:open'), {}
   for place, name in ipairs(names) do
@@ -83,7 +83,7 @@ local function advance(s, share, time)
   s.meta.top = math.max(s.meta.top, share.time)
 end
 
--- Virtual time never falls: what was charged too much is deducted from the next charge.
+-- Virtual time never falls: an overcharge is deducted from the next charge.
 local function charge(s, share, by)
   if by < 0 then
     share.credit, share.is_changed = share.credit - by, true
@@ -94,7 +94,7 @@ local function charge(s, share, by)
   advance(s, share, share.time + taken)
 end
 
--- An entry of a tenant that is out stands behind all others of an index, and `out:<tenant>` says in which.
+-- The entries of an excluded tenant are at the end of each index, and `out:<tenant>` lists these indexes.
 
 local function put_by(s, index, profile, entry, level)
   local tenant = entry:sub(25)
@@ -115,18 +115,12 @@ local function bring_back(s, share)
   end
 end
 
--- What was read of an index before is no longer so.
-local function forget_pages(s)
-  s.pages = nil
-end
-
--- After terms or leases have changed; `was_out` says how it was before.
+-- Called after terms or leases have changed. `was_out`: whether the tenant was excluded before.
 local function judge(s, share, was_out)
   if is_out(s, share) then
     share.is_behind, share.is_changed = true, true
   elseif was_out then
     bring_back(s, share)
-    forget_pages(s)
   end
 end
 
@@ -141,7 +135,7 @@ local function find_hold_end(s)
   s.meta.hold_end = ends
 end
 
--- Before each look: a hold that is over holds nobody, whether somebody has noticed or not.
+-- Called before each look: ends the holds that are over.
 local function end_holds(s)
   local ended = s.meta.hold_end
   if ended == math.huge or now(s) < ended then

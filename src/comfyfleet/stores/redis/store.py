@@ -25,7 +25,7 @@ from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
-from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
+from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek, RecordQuery
 from comfyfleet.stores.inprocess.blocks import MAX_WORKFLOW_STATS
 from comfyfleet.stores.inprocess.lane_index import MAX_IDLE_CLASSES
 from comfyfleet.stores.redis import codec
@@ -66,9 +66,9 @@ class RedisStore:
         self.durability: Durability = "none"
         self.can_lose = ""
         self.records = RedisRecords(self)
-        self.moving = RedisJobTransfer(self)
+        self.job_transfer = RedisJobTransfer(self)
         self.documents = RedisDocumentStore(self)
-        self.shares = RedisFairShare(self._do, self._client.call, self.prefix, self.now)
+        self.fair_share = RedisFairShare(self._do, self._client.call, self.prefix, self.now)
         self.direct_workers = RedisDirectWorkerInbox(self._do, self._ask)
         self.peer_channel = RedisPeerChannel(self._client.call, self.prefix, self._client.client_id)
 
@@ -96,8 +96,8 @@ class RedisStore:
     def listen(
         self,
         wake: Callable[[], None],
-        hear: Callable[[WorkerId, Command], None] | None = None,
-        relearn: Callable[[], None] | None = None,
+        on_command: Callable[[WorkerId, Command], None] | None = None,
+        on_new_class: Callable[[], None] | None = None,
     ) -> None:
         assert self._listener is None, "one engine listens to one store"
         self._listener = PubSubListener(
@@ -105,15 +105,15 @@ class RedisStore:
             self._client.client_id,
             wake,
             self.direct_workers.wake_up,
-            hear,
-            relearn,
-            self.peer_channel.heard,
-            self.peer_channel.heard_run,
+            on_command,
+            on_new_class,
+            self.peer_channel.handle_message,
+            self.peer_channel.handle_run_message,
         )
         if self._epoch:
             self._listener.start()
 
-    async def tell(self, worker_id: WorkerId, command: Command) -> None:
+    async def send_command(self, worker_id: WorkerId, command: Command) -> None:
         what = (command.action, command.job_id or "", command.lease_number, command.reason)
         await self._do("tell", worker_id, *what, self._client.client_id)
 
@@ -187,11 +187,11 @@ class RedisStore:
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
         def change(stored: WorkerRecord) -> WorkerRecord | None:
-            return worker.over(stored) if stored.revision == worker.revision else None
+            return worker.merged_onto(stored) if stored.revision == worker.revision else None
 
         return await self._change_worker(worker.worker_id, change) is not None
 
-    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+    async def apply_worker_delta(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
         return await self._change_worker(worker_id, delta.apply)
 
     async def _change_worker(
@@ -248,9 +248,6 @@ class RedisStore:
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return codec.decode_leased(await self._do("lease", job_id, *codec.encode_offer(offer)))
 
-    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        return codec.decode_leased(await self._join("lease_next", *codec.encode_offer(offer)))
-
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         text = await self._ask("leased_by_poll", poll_id)
         return None if text is None else decode_dispatch(text)
@@ -268,22 +265,6 @@ class RedisStore:
         if payload is None or (job := await self.records.get(write.job_id)) is None:
             return None
         return codec.encode_payload(msgspec.structs.replace(job, payload=payload))
-
-    async def finish_and_lease_next(
-        self, write: Write, offer: LeaseOffer
-    ) -> tuple[WriteResult | None, WriteResult | None]:
-        arguments = codec.encode_finish(write)
-        if arguments is None:
-            message = codec.encode_write(write, await self._new_payload(write))
-            answer = await self._do("write_and_lease_next", message, *codec.encode_offer(offer))
-            decode = codec.decode_written
-        else:
-            answer = await self._join("finish_and_lease_next", *codec.encode_offer(offer), *arguments)
-            decode = codec.decode_finished
-        if answer is None:
-            return None, None
-        finished, leased = as_list(answer)
-        return decode(finished, write.facts), codec.decode_leased(leased)
 
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         if not refs:
@@ -391,8 +372,8 @@ class RedisStore:
     async def put_workflow_stats(self, stats: WorkflowStats) -> None:
         await self._do("put_lesson", stats.workflow_hash, msgspec.json.encode(stats), MAX_WORKFLOW_STATS)
 
-    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
-        return await self._learning.learn(delta)
+    async def add_workflow_stats(self, delta: WorkflowStatsDelta) -> WorkflowStats:
+        return await self._learning.add_workflow_stats(delta)
 
     async def _learn(self, deltas: list[WorkflowStatsDelta]) -> WorkflowStats:
         workflow_hash = deltas[0].workflow_hash
@@ -425,21 +406,13 @@ class RedisRecords:
         job_id = await self._store._client.call("HGET", key, f"{tenant}\0{reference}")
         return None if job_id is None else await self.get(JobId(as_bytes(job_id).decode()))
 
-    async def listing(
-        self,
-        *,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        newest_first: bool = False,
-    ) -> list[Job]:
+    async def listing(self, query: RecordQuery) -> list[Job]:
         """Each call looks at a bounded number of jobs, so that a long list delays no other call."""
         jobs: list[Job] = []
-        cursor, beyond = "", after or ""
-        while len(jobs) < limit:
-            where = (tenant or "", "" if phase is None else phase.value)
-            how = (limit - len(jobs), _PAGE_SIZE, int(newest_first))
+        cursor, beyond = "", query.after or ""
+        while len(jobs) < query.limit:
+            where = (query.tenant or "", "" if query.phase is None else query.phase.value)
+            how = (query.limit - len(jobs), _PAGE_SIZE, int(query.newest_first))
             answer = await self._store._ask("list", cursor, beyond, *where, *how)
             last, still_beyond, rows = as_list(answer)
             jobs += [codec.decode_job(as_list(row)) for row in as_list(rows)]

@@ -1,7 +1,7 @@
--- Part 9: the functions of a worker that has a Redis client and nothing else, and what engines do for it.
+-- Part 9: the functions of direct workers, which have only a Redis client, and those that engines call for them.
 --
--- Plain arguments, plain answers. A lease is shown as five arguments: job, round, number, epoch, token. Answers to a
--- report: 0 the lease is lost and nothing was changed, 1 done, 2 done, and the job is to be stopped.
+-- A lease is five arguments: job, round, number, epoch, token. Answers to a report: 0 the lease is lost and nothing was
+-- changed; 1 done; 2 done, and the worker must stop the job.
 
 local PROGRESS_S = 3600
 local PROGRESS_KEPT = 100
@@ -24,7 +24,7 @@ local function held(s, args)
   return nil, ref
 end
 
--- What is kept as it came must be readable by all others, so it is refused at the door unless it is an object.
+-- The text is stored as received, and others must be able to read it: refuse all but a JSON object.
 local function object(text, code, what)
   local is_read, value = pcall(cjson.decode, text)
   if not is_read or type(value) ~= 'table' or not text:find('^%s*{') then
@@ -33,7 +33,7 @@ local function object(text, code, what)
   return value
 end
 
--- What is no number of seconds (NaN, in many a language) would be found out when half of the call is done.
+-- Checked first: an invalid number (such as NaN) would fail in the middle of the call.
 local function seconds(text)
   local number = tonumber(text)
   if not number or not (number >= 0 and number < math.huge) then
@@ -42,7 +42,7 @@ local function seconds(text)
   return number
 end
 
--- Engines read names as UTF-8, so what is none would make a job unreadable to all of them.
+-- Engines decode names as UTF-8: other bytes would make a job unreadable.
 local UTF_8 = {
   '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]',
   '\237[\128-\159][\128-\191]', '\240[\144-\191][\128-\191][\128-\191]',
@@ -51,7 +51,7 @@ local UTF_8 = {
 
 local function is_text(value)
   for place = 1, value:find('[\128-\255]') and #UTF_8 or 0 do
-    -- With a blank in its place, so that what stood on both sides does not become a letter.
+    -- Replaced by a blank, so that the bytes on both sides do not form a character.
     value = value:gsub(UTF_8[place], ' ')
   end
   return not value:find('[\128-\255]')
@@ -64,7 +64,7 @@ local function text(value, what)
   return value
 end
 
--- The same report twice gets the same answer, request id or not.
+-- A repeated report gets the same answer, also without a request id.
 local function ended_as(s, ref, outcome)
   local log = read(s, job_key(s, ref.job_id) .. ':log')
   local attempt = string.format('%s/%d/%d/%d', ref.job_id, ref.round, ref.number, ref.epoch)
@@ -76,8 +76,8 @@ local function ended_as(s, ref, outcome)
   return line and line:find('"outcome":"' .. outcome .. '"', 1, true) and 1 or 0
 end
 
--- While somebody watches, engines are told what a run does, and need not look for it. A user that may not publish there works
--- all the same. `number` is that of a fact; news has none. `data` is a JSON object.
+-- While a client watches, publishes the events of a run to engines, which then need not poll. A user that may not publish there
+-- can work all the same. `number` is that of a fact; progress has none. `data` is a JSON object.
 local function tell_watchers(s, event, job, lease, at, number, data)
   if call('EXISTS', s.p .. 'watched') == 0 or data and #data > TOLD_BYTES then
     return
@@ -104,8 +104,8 @@ local function worker_of(s, worker_id)
   return text and cjson.decode(text) or nil
 end
 
--- Whatever a worker asks is a sign of life. Its own entry, as others write the record; one that was removed gets none, as
--- nobody would take it away.
+-- Every call of a worker counts as a heartbeat. It has its own key, because others write the record. A removed worker gets
+-- none: nothing would delete it.
 local function seen(s, worker_id)
   if not read(s, s.p .. 'worker:' .. worker_id) then
     return
@@ -114,7 +114,7 @@ local function seen(s, worker_id)
   call('HSET', s.p .. 'workers:seen', worker_id, exact(now(s)))
 end
 
--- worker, what it declares (JSON) → its profile once an engine has admitted it with that, else nothing yet
+-- worker, its declaration (JSON) → its profile once an engine has admitted this declaration, until then nil
 define('worker_register', function(s, args)
   local worker_id, declared = text(args[4], 'a worker'), args[5]
   object(declared, 'CFDECLARED', 'what the worker declares')
@@ -136,16 +136,16 @@ define('worker_register', function(s, args)
   return false
 end)
 
--- worker: it goes for good; what it still holds goes back when its lease is over
+-- worker: deregisters it. Its leases end when they expire.
 define('worker_leave', function(s, args)
   call('HSET', s.p .. 'workers:waiting', text(args[4], 'a worker'), '')
   tell_engines(s, 'worker')
   return 1
 end)
 
--- worker, poll, token, seconds within which the first heartbeat must come
--- → job, round, number, epoch, token, seconds left, payload (JSON), SHA-256 of that text (Base64, "" if a job of an older
--- engine has none); nothing if nothing waits for it
+-- worker, poll, token, seconds until the first heartbeat
+-- → job, round, number, epoch, token, seconds left, payload (JSON), SHA-256 of that text (Base64, "" for a job of an older
+-- engine); nil if no job waits for it
 define('worker_lease_next', function(s, args)
   local worker = worker_of(s, args[4])
   if not worker or worker.is_offline then
@@ -159,14 +159,13 @@ define('worker_lease_next', function(s, args)
   if known then
     job = load(s, known)
   elseif call('HEXISTS', s.p .. 'workers:waiting', args[4]) == 1 then
-    -- What it declared since then may keep tenants out: until an engine has admitted it with that, it gets nothing.
+    -- Its new declaration may exclude tenants: it gets no job until an engine has admitted it.
     return false
   elseif worker.is_draining or worker.is_paused or is_kept_off then
     return false
   else
-    local leased
-    leased, known = lease_next(s, offer)
-    if not leased then
+    known = lease_next(s, offer)
+    if not known then
       return false
     end
     job = load(s, known)
@@ -178,14 +177,14 @@ define('worker_lease_next', function(s, args)
   local payload = call('GET', job_key(s, job.job_id) .. ':payload')
   return {job.job_id, job.round, lease.number, lease.epoch, lease.token, left, payload, rest(job).record_sha256 or ''}
 end, function(s, args, names)
-  -- Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
+  -- Workers choose their own poll ids: two workers with the same id must not get each other's lease.
   local poll_id = args[4] .. '/' .. text(args[5], 'a poll')
   s.offer = {worker_id = args[4], poll_id = poll_id, token = text(args[6], 'a token'), acknowledge_s = seconds(args[7])}
   names[#names + 1] = s.p .. 'worker:' .. args[4]
   wants_worker(s, s.offer, names)
 end)
 
--- What became of a run, for whoever reads its stream.
+-- Writes the status of a run to its stream.
 local function tell_run(s, job_id, worker_id, status, progress, told)
   local stream = s.p .. 'progress:' .. job_id
   local fields = {'progress', progress or '{}', 'worker_id', worker_id, 'timestamp', now_text(s), 'status', status}
@@ -200,7 +199,7 @@ local function tell_run(s, job_id, worker_id, status, progress, told)
   call('EXPIRE', stream, PROGRESS_S)
 end
 
--- lease, seconds to extend it to. The first one says that the worker has begun.
+-- lease, seconds to extend it to. The first heartbeat means that the worker has started the job.
 define('worker_heartbeat', function(s, args)
   local job = held(s, args)
   if not job then
@@ -223,7 +222,7 @@ define('worker_progress', function(s, args)
     return 0
   end
   local told, lease = object(args[9], 'CFREPORT', 'the progress'), job.lease
-  -- As engines keep it: whose it is and when it was told. Of two values with one name the last counts.
+  -- In the form of engines, with worker and time. Of two values with one name the last counts.
   local values = args[9]:match('^%s*{(.*)}%s*$')
   local kept = string.format('{%s%s"at":%s,"worker_id":%s,"lease":%d}', values, values:find('%S') and ',' or '',
     now_text(s), cjson.encode(lease.worker_id), lease.number)
@@ -233,7 +232,7 @@ define('worker_progress', function(s, args)
   return stop_of(job) and 2 or 1
 end, wants_ref)
 
--- lease, result (JSON). What there is to learn from the run is left to an engine.
+-- lease, result (JSON). An engine updates the statistics later.
 define('worker_complete', function(s, args)
   local job, ref = held(s, args)
   if not job then
@@ -257,7 +256,7 @@ local function reason_of(reason)
   return reason and reason ~= '' and '{"reason":' .. cjson.encode(reason) .. '}' or nil
 end
 
--- lease, reason: back to its place, or cancelled or paused if that was asked for
+-- lease, reason: the job returns to its place, or is cancelled or paused if that was requested
 define('worker_release', function(s, args)
   local job, ref = held(s, args)
   if not job then
@@ -269,7 +268,7 @@ define('worker_release', function(s, args)
     return settle(s, ref, 'cancelled', {phase = 'cancelled'}, {'lease', 'wake_at'},
       {phase = 'cancelled', completed_at = now(s)}, {}, {}, 'cancelled', reason_of(rest(job).cancel_reason))
   elseif stop then
-    -- When to look at it again is an engine's to say: the time at which its worker should have confirmed stays for that.
+    -- Keep the due time, at which the worker should have confirmed: an engine decides what follows.
     return settle(s, ref, 'cancelled', {phase = 'queued', standing = stop == 'pause' and 'paused' or 'in_lane'},
       {'lease', 'pause_requested_at', 'retry_requested_at'}, {phase = 'queued'}, {}, {},
       stop == 'pause' and 'paused' or 'released',
@@ -283,7 +282,7 @@ define('worker_release', function(s, args)
     {phase = 'queued'}, {}, {}, 'released', string.format('{"reason":%s,"attempt":%d}', cjson.encode(reason), job.attempts))
 end, wants_ref)
 
--- lease, failure (JSON): kept for an engine, whose verdict it is; if none comes, the lease runs out
+-- lease, failure (JSON): stored for an engine, which decides; without an engine the lease expires
 define('worker_fail', function(s, args)
   local job, ref = held(s, args)
   if not job then
@@ -303,9 +302,9 @@ define('worker_fail', function(s, args)
   return 1
 end, wants_ref)
 
--- what engines do for such workers
+-- functions that engines call for direct workers
 
--- limit → who waits to be admitted (worker, what it declares …), who was seen when, reports, how many runs finished
+-- limit → pending registrations (worker, declaration …), workers and when they were seen, reports, number of finished runs
 define_reading('foreign', function(s, args)
   return {
     call('HGETALL', s.p .. 'workers:waiting'), call('HGETALL', s.p .. 'workers:seen'),
@@ -313,7 +312,7 @@ define_reading('foreign', function(s, args)
   }
 end)
 
--- worker, what it declared, or "" for one that left. What it has declared since then still waits.
+-- worker, the admitted declaration, or "" for a worker that left. A newer declaration stays pending.
 define('admitted', function(s, args)
   local worker_id, declared = args[4], args[5]
   if declared == '' then
@@ -329,7 +328,7 @@ define('admitted', function(s, args)
   return 1
 end)
 
--- worker, what it declared, why that cannot be
+-- worker, the refused declaration, the reason
 define('refuse_worker', function(s, args)
   local worker_id, declared = args[4], args[5]
   if call('HGET', s.p .. 'workers:waiting', worker_id) == declared then
@@ -339,17 +338,17 @@ define('refuse_worker', function(s, args)
   return 1
 end)
 
--- a report as it was read, once its verdict is written
+-- a report as it was read, after it was handled
 define('settle_report', function(s, args)
   return call('LREM', s.p .. 'reports', 1, args[4])
 end)
 
--- limit → runs that were completed, each once
+-- limit → completed runs, each once
 define('take_finished', function(s, args)
   return call('LPOP', s.p .. 'finished', tonumber(args[4]))
 end)
 
--- worker or "*" for all of them, action, job or "", lease number, reason, who says so
+-- worker or "*" for all, action, job or "", lease number, reason, sender
 define('tell', function(s, args)
   local workers = args[4] == '*' and call('ZRANGE', s.p .. 'workers:active', 0, -1) or {args[4]}
   local told = cjson.encode({

@@ -34,7 +34,7 @@ class RedisWorkflowStats:
         self._write = write
         self._workflows: dict[WorkflowHash, _Workflow] = {}
 
-    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
+    async def add_workflow_stats(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         workflow = self._workflows.setdefault(delta.workflow_hash, _Workflow())
         mine = _Update(delta)
         workflow.waiting.append(mine)

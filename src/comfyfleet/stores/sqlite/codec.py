@@ -23,7 +23,8 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
-from comfyfleet.stores.sqlite.writer import Area, Batch
+from comfyfleet.stores.inprocess.store import Area
+from comfyfleet.stores.sqlite.writer import Batch
 
 _CHANGES = msgspec.defstruct(
     "Changes", [(name, kind | UnsetType, UNSET) for name, kind in get_type_hints(Job).items()]
@@ -173,7 +174,7 @@ def purge(batch: Batch, job_id: JobId, sequence: int, is_open: bool = False) -> 
         batch.touch(job_id, f"DELETE FROM {table} WHERE sequence = ?", sequence)
 
 
-def keep_place(batch: Batch, sequence: int) -> None:
+def save_sequence(batch: Batch, sequence: int) -> None:
     """Keeps the last sequence number, so that none is used again after a purge."""
     batch.touch(Area.PLACES, "UPDATE meta SET value = ? WHERE name = 'sequence'", sequence)
 
@@ -252,7 +253,7 @@ def put_workflow_stats(
         batch.touch(Area.WORKFLOW_STATS, "DELETE FROM lessons WHERE workflow_hash = ?", forgotten)
 
 
-def note_ttl(batch: Batch, queue: QueueState[SqliteEntry]) -> None:
+def save_ttl(batch: Batch, queue: QueueState[SqliteEntry]) -> None:
     """If the commit fails, the next process writes it again."""
     if queue.is_ttl_new:
         queue.is_ttl_new = False

@@ -11,8 +11,9 @@ from functools import partial
 
 from comfyfleet.ports import Document
 from comfyfleet.stores.documents import check_document, check_start
+from comfyfleet.stores.inprocess.store import Area
 from comfyfleet.stores.sqlite.reader import DatabaseReader
-from comfyfleet.stores.sqlite.writer import Area, Writer
+from comfyfleet.stores.sqlite.writer import Writer
 
 _PUT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?)"
 _REMOVE = "DELETE FROM documents WHERE drawer = ? AND name = ?"

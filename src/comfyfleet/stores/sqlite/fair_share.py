@@ -9,7 +9,8 @@ import msgspec
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.tenant import TenantShare, TenantTerms
 from comfyfleet.stores.inprocess.fair_share import FairShareState
-from comfyfleet.stores.sqlite.writer import Area, Batch
+from comfyfleet.stores.inprocess.store import Area
+from comfyfleet.stores.sqlite.writer import Batch
 
 if TYPE_CHECKING:
     from comfyfleet.stores.sqlite.reader import DatabaseReader
@@ -26,7 +27,7 @@ class SqliteFairShare:
 
     @property
     def _shares(self) -> FairShareState:
-        return self._store._state.shares
+        return self._store._state.fair_share
 
     async def put_terms(self, terms: TenantTerms) -> None:
         store = self._store
@@ -36,7 +37,7 @@ class SqliteFairShare:
         batch = store._writer.batch()
         batch.touch(Area.TENANTS, "UPDATE meta SET value = 1 WHERE name = 'is_fair'")
         batch.touch(Area.TENANTS, "INSERT OR REPLACE INTO terms VALUES (?, ?)", terms.tenant, blob)
-        self.note(batch)
+        self.save_changes(batch)
         await store._writer.written(batch)
 
     async def remove_terms(self, tenant: TenantId) -> None:
@@ -45,7 +46,7 @@ class SqliteFairShare:
         self._shares.remove_terms(tenant, store._clock.now())
         batch = store._writer.batch()
         batch.touch(Area.TENANTS, "DELETE FROM terms WHERE tenant = ?", tenant)
-        self.note(batch)
+        self.save_changes(batch)
         await store._writer.written(batch)
 
     async def terms(self) -> list[TenantTerms]:
@@ -55,21 +56,21 @@ class SqliteFairShare:
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         self._store._check(tenant)
         self._shares.advance(tenant, seconds)
-        await self._store._commit(self.note)
+        await self._store._commit(self.save_changes)
 
-    async def of(self, tenant: TenantId) -> TenantShare:
+    async def get(self, tenant: TenantId) -> TenantShare:
         await self._store._wait(Area.TENANTS)
-        return self._shares.of(tenant)
+        return self._shares.get(tenant)
 
     async def next_hold_end(self) -> float | None:
         return self._shares.next_hold_end(self._store._clock.now())
 
-    def note(self, batch: Batch, job_id: JobId | None = None) -> None:
+    def save_changes(self, batch: Batch, job_id: JobId | None = None) -> None:
         """Writes the changed shares, and the charge of this job's lease."""
         state = self._shares
         changed, state.changed = state.changed, {}
         for tenant in changed:
-            _note_share(batch, state.of(tenant))
+            _note_share(batch, state.get(tenant))
         if not state.is_fair:
             return
         if job_id in state.charges:
@@ -93,6 +94,6 @@ def load(state: FairShareState, disk: DatabaseReader, is_fair: bool) -> None:
     """Loads shares before jobs, which are counted as they are loaded."""
     state.is_fair = is_fair
     for tenant, virtual_time, credit, is_behind in disk.shares():
-        state.take_in(TenantShare(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
+        state.import_share(TenantShare(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
     state.terms = {terms.tenant: terms for terms in map(_decode_terms, disk.terms())}
     state.charges = disk.charges()

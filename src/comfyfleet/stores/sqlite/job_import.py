@@ -11,10 +11,9 @@ from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.workflow_stats import WorkflowStats
-from comfyfleet.stores.inprocess.store import is_as_read, place
+from comfyfleet.stores.inprocess.store import Area, is_as_read, place
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
-from comfyfleet.stores.sqlite.writer import Area
 
 if TYPE_CHECKING:
     from comfyfleet.stores.sqlite.store import SqliteStore
@@ -91,7 +90,7 @@ class SqliteJobTransfer:
                 store._state.by_phase[found.phase] -= 1
             codec.purge(batch, found.job_id, found.sequence, is_open=entry is not None)
         if any(answers):
-            codec.keep_place(batch, store._state.sequence)
+            codec.save_sequence(batch, store._state.sequence)
             await store._writer.written(batch)
         return answers
 

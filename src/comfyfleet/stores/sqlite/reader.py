@@ -12,7 +12,6 @@ import sqlite3
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +20,7 @@ from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.ports import Clock, Document
+from comfyfleet.ports import Clock, Document, RecordQuery
 from comfyfleet.stores.inprocess.blocks import BlockTable, WorkflowStatsTable
 from comfyfleet.stores.inprocess.queue_state import QueueState
 from comfyfleet.stores.sqlite import codec, fair_share
@@ -96,16 +95,9 @@ class DatabaseReader:
 
     # several
 
-    def listing(
-        self,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        *,
-        newest_first: bool,
-    ) -> list[Job]:
-        beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
+    def listing(self, query: RecordQuery) -> list[Job]:
+        tenant, phase, after = query.tenant, query.phase, query.after
+        beyond, order = ("<", "DESC") if query.newest_first else (">", "ASC")
         conditions: list[str] = []
         values: list[Any] = []
         if after is not None:
@@ -122,7 +114,7 @@ class DatabaseReader:
             conditions.append(f"{table}.phase = ?")
             values.append(phase.value)
         where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-        rows = self._all(f"{_JOB} {where} ORDER BY jobs.sequence {order} LIMIT ?", *values, limit)
+        rows = self._all(f"{_JOB} {where} ORDER BY jobs.sequence {order} LIMIT ?", *values, query.limit)
         return [codec.decode_job(*row) for row in rows]
 
     def failed(self, limit: int, after: JobId | None) -> list[Dispatch]:
@@ -205,18 +197,18 @@ class DatabaseReader:
         queue.endings = ending
         ((queue.highest_id,),) = self._all("SELECT coalesce(max(job_id), '') FROM jobs")
         self.load_small(queue, meta)
-        fair_share.load(queue.shares, self, bool(meta["is_fair"]))
+        fair_share.load(queue.fair_share, self, bool(meta["is_fair"]))
         entries = list(self._open_entries())
         pinned = self._load_table(queue, entries)
         # Leases last, in the order they were given.
         entries.sort(key=lambda entry: (entry.dispatch.lease is not None, _leased_at(entry)))
         for entry in entries:
-            queue.take_in(entry)
+            queue.load(entry)
         for class_key in pinned:
             queue.index.unpin(class_key)
         for phase, count in self._all("SELECT phase, count(*) FROM ended_jobs GROUP BY phase"):
             queue.by_phase[Phase(phase)] = count
-        queue.shares.resume(clock.now())
+        queue.fair_share.resume(clock.now())
         queue.longest_ttl_s = meta.get(codec.LEASE_TTL, _USUAL_TTL_MS) / 1000
         # A lease given while the clock was ahead would last too long after it is set back.
         queue.end_leases_within(queue.longest_ttl_s)
@@ -314,20 +306,11 @@ class SqliteRecords:
         job_id = self._find(tenant, reference)
         return None if job_id is None else await self.get(job_id)
 
-    async def listing(
-        self,
-        *,
-        tenant: TenantId | None,
-        phase: Phase | None,
-        limit: int,
-        after: JobId | None,
-        newest_first: bool = False,
-    ) -> list[Job]:
+    async def listing(self, query: RecordQuery) -> list[Job]:
         await self._wait(None)
         if self._thread is None:
             raise closed()
-        read = partial(self._lists.listing, tenant, phase, limit, after, newest_first=newest_first)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, read)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._lists.listing, query)
 
 
 _MAX_BYTES = 8 * 1024 * 1024
@@ -340,7 +323,7 @@ class RecentRecords:
         # A dict would search past all removed keys for its first.
         self._records: OrderedDict[JobId, bytes] = OrderedDict()
 
-    def keep(self, job_id: JobId, record: bytes) -> None:
+    def put(self, job_id: JobId, record: bytes) -> None:
         """Evicts the oldest. Does not keep a record larger than the cache."""
         if len(record) > self._max_bytes:
             return

@@ -14,38 +14,31 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
+from heapq import merge
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from comfyfleet.model.block import Block, Pair
-from comfyfleet.model.calls import Command
-from comfyfleet.model.dispatch import (
-    Attempt,
-    Dispatch,
-    LeaseOffer,
-    LeaseRef,
-    Phase,
-    Write,
-    WriteResult,
-)
+from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseOffer, LeaseRef, Phase, Write, WriteResult
 from comfyfleet.model.fact import Fact, FactDraft
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.ports import Clock, LeaseState
 from comfyfleet.stores.documents import pack
-from comfyfleet.stores.inprocess.store import InProcessStore
+from comfyfleet.stores.guards import settled_cutoff
+from comfyfleet.stores.inprocess.store import Area, InProcessStore, Key
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.database import Ownership, connect, migrate
 from comfyfleet.stores.sqlite.documents import SqliteDocumentStore
-from comfyfleet.stores.sqlite.ended_jobs import EndedJobs
 from comfyfleet.stores.sqlite.fair_share import SqliteFairShare
 from comfyfleet.stores.sqlite.job_import import SqliteJobTransfer
 from comfyfleet.stores.sqlite.reader import DatabaseReader, RecentRecords, SqliteRecords
-from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
+from comfyfleet.stores.sqlite.writer import Batch, Writer
 
 _P = ParamSpec("_P")
 _LEASED: dict[str, Any] = {"phase": Phase.LEASED}
@@ -59,12 +52,10 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         self._disk = DatabaseReader()
         self._recent = RecentRecords()
         self.records = SqliteRecords(self._disk, self._find, self._wait, self._at_hand)
-        self.moving = SqliteJobTransfer(self)
-        self.shares = SqliteFairShare(self)
-        self._ended = EndedJobs(self)
-        self._writer = Writer(committed=self._ended.committed, restore=self._restore)
+        self.job_transfer = SqliteJobTransfer(self)
+        self.fair_share = SqliteFairShare(self)
+        self._writer = Writer(committed=self._committed, restore=self._restore)
         self.documents = SqliteDocumentStore(self._disk, self._writer)
-        self._wake: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
         ownership = Ownership(self.path)
@@ -91,16 +82,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
 
     def _load(self) -> None:
         self._state = self._disk.load(self._clock, self.epoch)
-        self._state.shares.came_free = self._wake
-
-    def listen(
-        self,
-        wake: Callable[[], None],
-        hear: Callable[[WorkerId, Command], None] | None = None,  # noqa: ARG002
-        relearn: Callable[[], None] | None = None,  # noqa: ARG002
-    ) -> None:
-        """No other process writes, but a lease may not be written, or a tenant may fall below its cap."""
-        self._wake = self._state.shares.came_free = wake
+        self._state.fair_share.on_freed = self._wake
 
     async def close(self) -> None:
         ownership, self._ownership = self._ownership, None
@@ -145,40 +127,10 @@ class SqliteStore(InProcessStore[SqliteEntry]):
 
     # workers
 
-    async def put_worker(self, worker: WorkerRecord) -> None:
+    async def _save_worker(self, worker: WorkerRecord) -> None:
         blob = self._check(worker)
         self._state.workers[worker.worker_id] = worker
         await self._commit(codec.put_worker, worker.worker_id, blob)
-
-    async def add_worker(self, worker: WorkerRecord) -> bool:
-        if worker.worker_id in self._state.workers:
-            return False
-        await self.put_worker(worker)
-        return True
-
-    async def replace_worker(self, worker: WorkerRecord) -> bool:
-        # If it is missing, wait: its removal may not be written yet.
-        known = self._state.workers.get(worker.worker_id) or await self.get_worker(worker.worker_id)
-        if known is None or known.revision != worker.revision:
-            return False
-        await self.put_worker(worker.over(known))
-        return True
-
-    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
-        known = self._state.workers.get(worker_id) or await self.get_worker(worker_id)
-        if known is None:
-            return None
-        noted = delta.apply(known)
-        await self.put_worker(noted)
-        return noted
-
-    async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
-        await self._wait(Area.WORKERS)
-        return self._state.workers.get(worker_id)
-
-    async def workers(self) -> list[WorkerRecord]:
-        await self._wait(Area.WORKERS)
-        return list(self._state.workers.values())
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         self._check(worker_id)
@@ -207,8 +159,8 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         assert written is not None, "its classes were checked in this step"
         batch = self._writer.batch()
         codec.insert(batch, entry, record, written.facts)
-        self._recent.keep(dispatch.job_id, record)
-        self.shares.note(batch)
+        self._recent.put(dispatch.job_id, record)
+        self.fair_share.save_changes(batch)
         await self._writer.written(batch)
         return written
 
@@ -220,22 +172,12 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         state = self._disk.state(job_id)
         return None if state is None else state.dispatch
 
-    async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
-        return [await self.load(job_id) for job_id in job_ids]
-
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         self._check(offer)
         while (written := self._state.lease(job_id, offer)) is None:
             if await self._is_settled(job_id):
                 return None
         await self._commit(self._granted, written)
-        return written
-
-    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
-        self._check(offer)
-        written = self._state.lease_next(offer)
-        if written is not None:
-            await self._commit(self._granted, written)
         return written
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
@@ -251,20 +193,6 @@ class SqliteStore(InProcessStore[SqliteEntry]):
             await self._commit(self._changed, write, written)
         return written
 
-    async def finish_and_lease_next(
-        self, write: Write, offer: LeaseOffer
-    ) -> tuple[WriteResult | None, WriteResult | None]:
-        self._check(offer)
-        finished = await self._write(write)
-        if finished is None:
-            return None, None
-        batch = self._writer.batch()
-        self._changed(batch, write, finished)
-        if (taken := self._state.lease_next(offer)) is not None:
-            self._granted(batch, taken)
-        await self._writer.written(batch)
-        return finished, taken
-
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         # Repeat until none is reserved: while one is awaited, another may change, and its commit may fail.
         while waiting := [
@@ -279,7 +207,7 @@ class SqliteStore(InProcessStore[SqliteEntry]):
             for answer in answers:
                 if answer.is_alive:
                     codec.update(batch, self._state.entries[answer.ref.job_id])
-            codec.note_ttl(batch, self._state)
+            codec.save_ttl(batch, self._state)
             await self._writer.written(batch)
         return answers
 
@@ -290,22 +218,37 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         return await self._settled(lambda: self._state.due(limit, after))
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
-        return await self._ended.failed(limit, after)
+        await self._wait(None)
+        return self._disk.failed(limit, after)
 
     async def unsettled(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
-        return await self._ended.unsettled(limit, after)
+        await self._wait(None)
+        return self._disk.unsettled(limit, after)
 
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
-        return await self._ended.purge(phase, before, limit)
+        await self._wait(None)
+        self._writer.check()
+        settled_before = settled_cutoff(before, self._clock.now())
+        # Two queues: young jobs in one must not delay the other.
+        plain = takewhile(lambda row: row.ended_at < before, self._disk.ended(phase, limit, False))
+        settled = takewhile(lambda row: row.ended_at < settled_before, self._disk.ended(phase, limit, True))
+        # A job with a pending write may be retried.
+        gone = [
+            row for row in islice(merge(plain, settled), limit) if not self._writer.is_pending(row.job_id)
+        ]
+        if gone:
+            batch = self._writer.batch()
+            for row in gone:
+                codec.purge(batch, row.job_id, row.sequence)
+                self._state.by_phase[phase] -= 1
+            codec.save_sequence(batch, self._state.sequence)
+            await self._writer.written(batch)
+        return len(gone)
 
     async def pause_queue(self, is_paused: bool) -> None:
         self._writer.check()
         self._state.is_paused = is_paused
         await self._commit(codec.pause, is_paused)
-
-    async def is_queue_paused(self) -> bool:
-        await self._wait(Area.PAUSE)
-        return self._state.is_paused
 
     # facts and attempts
 
@@ -323,21 +266,13 @@ class SqliteStore(InProcessStore[SqliteEntry]):
     async def mark_late(self, ref: LeaseRef) -> None:
         await self._wait(ref.job_id)
         self._writer.check()
-        self._ended.bring_back(ref.job_id)
+        self._load_ended(ref.job_id)
         if self._state.mark_late(ref):
             await self._commit(codec.update, self._state.entries[ref.job_id])
         else:
-            self._ended.let_go(ref.job_id)
+            self._unload_ended(ref.job_id)
 
     # blocks and workflow statistics
-
-    async def get_block(self, pair: Pair) -> Block | None:
-        await self._wait(Area.BLOCKS)
-        return self._state.blocks.get(pair)
-
-    async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
-        await self._wait(Area.BLOCKS)
-        return self._state.blocks.listing(worker_id)
 
     async def put_block(self, block: Block) -> None:
         self._check(block)
@@ -353,20 +288,11 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         self._writer.check()
         return await self._lifted(self._state.blocks.take_expired(self._clock.now()))
 
-    async def get_workflow_stats(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
-        await self._wait(Area.WORKFLOW_STATS)
-        return self._state.workflow_stats.get(workflow_hash)
-
-    async def put_workflow_stats(self, stats: WorkflowStats) -> None:
+    async def _save_workflow_stats(self, stats: WorkflowStats) -> None:
         blob = self._check(stats)
         await self._commit(
             codec.put_workflow_stats, stats.workflow_hash, blob, self._state.workflow_stats.put(stats)
         )
-
-    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
-        stats = delta.apply(self._state.workflow_stats.get(delta.workflow_hash))
-        await self.put_workflow_stats(stats)
-        return stats
 
     # reserving
 
@@ -386,12 +312,12 @@ class SqliteStore(InProcessStore[SqliteEntry]):
     async def _write(self, write: Write) -> WriteResult | None:
         self._check(write)
         while True:
-            self._ended.bring_back(write.job_id)
+            self._load_ended(write.job_id)
             written = self._state.write(write)
             if written is not None:
                 return written
             if await self._is_settled(write.job_id):
-                self._ended.let_go(write.job_id)
+                self._unload_ended(write.job_id)
                 return None
 
     def _changed(self, batch: Batch, write: Write, written: WriteResult) -> None:
@@ -404,14 +330,14 @@ class SqliteStore(InProcessStore[SqliteEntry]):
             codec.put_blocks(batch, write.blocks, self._state.forgotten)
         if write.lifted:
             codec.lift(batch, write.lifted)
-        self.shares.note(batch, write.job_id)
+        self.fair_share.save_changes(batch, write.job_id)
 
     def _granted(self, batch: Batch, written: WriteResult) -> None:
         entry = self._state.entries[written.dispatch.job_id]
         codec.change_record(batch, entry, _LEASED)
         codec.update(batch, entry, written.facts)
-        self.shares.note(batch, written.dispatch.job_id)
-        codec.note_ttl(batch, self._state)
+        self.fair_share.save_changes(batch, written.dispatch.job_id)
+        codec.save_ttl(batch, self._state)
 
     async def _lifted(self, blocks: list[Block]) -> list[Block]:
         if blocks:
@@ -463,6 +389,33 @@ class SqliteStore(InProcessStore[SqliteEntry]):
         else:
             for key in touched:
                 if not isinstance(key, Area):
-                    self._ended.restore(key)
+                    self._restore_job(key)
             self._disk.load_small(self._state)
         self._wake()
+
+    # ended jobs: only the file holds them, and a write loads one into memory until its commit
+
+    def _load_ended(self, job_id: JobId) -> None:
+        if job_id not in self._state.entries and not self._writer.is_pending(job_id):
+            entry = self._disk.entry(job_id)
+            if entry is not None:
+                self._state.load_ended(entry)
+
+    def _unload_ended(self, job_id: JobId) -> None:
+        entry = self._state.entries.get(job_id)
+        if entry is not None and entry.dispatch.phase.is_final and not self._writer.is_pending(job_id):
+            self._state.unload_ended(entry)
+
+    def _restore_job(self, job_id: JobId) -> None:
+        """Reloads a job from the file, open or ended."""
+        queue = self._state
+        if (entry := queue.entries.get(job_id)) is not None:
+            queue.forget(entry)
+        if (entry := self._disk.entry(job_id)) is not None:
+            queue.load(entry)
+            if entry.dispatch.phase.is_final:
+                queue.unload_ended(entry)
+
+    def _committed(self, batch: Batch) -> None:
+        for job_id in batch.ended():
+            self._unload_ended(job_id)

@@ -12,31 +12,15 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId
+from comfyfleet.stores.inprocess.store import Key
 
 Row = tuple[Any, ...]
-
-
-class Area(StrEnum):
-    """Keys for changes that do not belong to one job."""
-
-    TABLE = "table"
-    WORKERS = "workers"
-    BLOCKS = "blocks"
-    WORKFLOW_STATS = "workflow_stats"
-    TENANTS = "tenants"
-    PAUSE = "pause"
-    PLACES = "places"
-    DOCUMENTS = "documents"
-
-
-Key = JobId | Area
 
 _ROWS_A_STATEMENT = 64
 _OPEN_COLUMNS, _ENDED_COLUMNS = 3, 6

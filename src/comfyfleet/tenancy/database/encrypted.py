@@ -17,7 +17,7 @@ from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.stores.crypto.keyring import Keyring
 from comfyfleet.stores.crypto.payload_cipher import PayloadCipher
-from comfyfleet.stores.crypto.store import EncryptedRecords, TenantCache, without_digest
+from comfyfleet.stores.crypto.store import EncryptedRecords, without_digest
 from comfyfleet.stores.crypto.value_cipher import DecryptionFailed
 from comfyfleet.tenancy.database.port import (
     OpenRound,
@@ -36,7 +36,7 @@ def encrypted_database(inner: TenantDatabase, keyring: Keyring) -> TenantDatabas
 
 class EncryptedTenantDatabase(EncryptedRecords):
     def __init__(self, inner: TenantDatabase, keyring: Keyring) -> None:
-        super().__init__(inner, PayloadCipher(keyring), TenantCache())
+        super().__init__(inner, PayloadCipher(keyring))
         self._database = inner
         self._keyring = keyring
 
@@ -46,7 +46,7 @@ class EncryptedTenantDatabase(EncryptedRecords):
 
     async def open_round(self, opening: RoundStart) -> RoundStarted:
         job = opening.job
-        self._tenants.note(job.job_id, job.tenant)
+        self.tenants[job.job_id] = job.tenant
         dispatch = without_digest(opening.dispatch) if self._keyring.encrypts else opening.dispatch
         encrypted = msgspec.structs.replace(opening, job=await self._cipher.job(job), dispatch=dispatch)
         opened = await self._database.open_round(encrypted)
@@ -70,7 +70,7 @@ class EncryptedTenantDatabase(EncryptedRecords):
         changes = await self._cipher.changes(tenant, hold_id.job_id, {"result": result})
         return await self._database.stage(hold_id, attempt_id, changes["result"], at)
 
-    async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
+    async def save_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
         tenant = await self._tenant_of(hold_id)
         if tenant is None:
             return False
@@ -78,7 +78,7 @@ class EncryptedTenantDatabase(EncryptedRecords):
         changes = await cipher.changes(tenant, job_id, {"failure": text.failure})
         (draft,) = await cipher.drafts(tenant, job_id, (FactDraft(FactKind.FAILED, text.data),))
         encrypted = FailureText(changes["failure"], draft.data or {})
-        return await self._database.keep_failure(hold_id, attempt_id, encrypted, at)
+        return await self._database.save_failure(hold_id, attempt_id, encrypted, at)
 
     async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
         found = await self._database.failures_of(job_ids)
@@ -118,8 +118,8 @@ class EncryptedTenantDatabase(EncryptedRecords):
         return {job_id: await self._cipher.opened(job) for job_id, job in found.items()}
 
     async def _tenant_of(self, hold_id: HoldId) -> TenantId | None:
-        tenant = self._tenants.get(hold_id.job_id)
+        tenant = self.tenants.get(hold_id.job_id)
         if tenant is None and (hold := await self._database.hold(hold_id)) is not None:
             tenant = hold.tenant
-            self._tenants.note(hold_id.job_id, tenant)
+            self.tenants[hold_id.job_id] = tenant
         return tenant

@@ -6,7 +6,7 @@ In a statement, `:name` stands for a value and `@name` for a table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,13 @@ _Answer = TypeVar("_Answer")
 Work = Generator[Statement, list[Row], _Answer]
 """An exception rolls the transaction back."""
 
+MAX_PAGE = 1_000
+
+
+def page(limit: int) -> int:
+    """The limit of a list, within the bound of one page."""
+    return max(1, min(limit, MAX_PAGE))
+
 
 def rows(sql: str, **values: Any) -> Work[list[Row]]:
     return (yield sql, values)
@@ -25,6 +32,14 @@ def rows(sql: str, **values: Any) -> Work[list[Row]]:
 def row(sql: str, **values: Any) -> Work[Row | None]:
     found = yield sql, values
     return found[0] if found else None
+
+
+def rows_in(sql: str, column: str, keys: Collection[str]) -> Work[list[Row]]:
+    """The rows whose column is one of the keys, at most a page of them."""
+    assert len(keys) <= MAX_PAGE, "at most one page"
+    values = {f"key_{place}": key for place, key in enumerate(keys)}
+    places = ", ".join(f":{name}" for name in values)
+    return (yield from rows(f"{sql} WHERE {column} IN ({places})", **values)) if keys else []
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from comfyfleet.model.ledger import (
     Settlement,
 )
 from comfyfleet.tenancy.database import tenant_export
-from comfyfleet.tenancy.database.executor import Row, Work, row, rows
+from comfyfleet.tenancy.database.executor import Row, Work, page, row, rows
 from comfyfleet.tenancy.database.port import MAX_LEDGER, PostingResult
 
 # One statement compares and changes, so two simultaneous spends cannot overdraw the account.
@@ -164,7 +164,7 @@ def settlement(hold_id: HoldId) -> Work[Settlement | None]:
 
 
 def open_holds(before: float, limit: int) -> Work[list[Hold]]:
-    return [_hold(each) for each in (yield from rows(_OPEN_HOLDS, before=before, limit=limit))]
+    return [_hold(each) for each in (yield from rows(_OPEN_HOLDS, before=before, limit=page(limit)))]
 
 
 # grants and corrections
@@ -223,6 +223,10 @@ def adjust(posting: Posting) -> Work[PostingResult]:
 
 
 def statement(tenant: TenantId, after: int, limit: int) -> Work[list[Posting]]:
+    return (yield from _postings(tenant, after, page(limit)))
+
+
+def _postings(tenant: TenantId, after: int, limit: int) -> Work[list[Posting]]:
     return [_posting(each) for each in (yield from rows(_STATEMENT, tenant=tenant, after=after, limit=limit))]
 
 
@@ -233,7 +237,7 @@ def account_at(tenant: TenantId, number: int) -> Work[Account]:
 
 
 def ledger(tenant: TenantId) -> Work[Ledger]:
-    postings = yield from statement(tenant, 0, MAX_LEDGER + 1)
+    postings = yield from _postings(tenant, 0, MAX_LEDGER + 1)
     if len(postings) > MAX_LEDGER:
         raise Refusal(
             RefusalCode.TOO_LARGE,

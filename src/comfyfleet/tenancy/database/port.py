@@ -34,7 +34,6 @@ from comfyfleet.model.ledger import (
 from comfyfleet.ports import DocumentStore, Records
 from comfyfleet.tenancy.database.executor import Row
 
-MAX_PAGE = 1_000
 MAX_LEDGER = 100_000
 """The most postings that `ledger` reads."""
 
@@ -149,7 +148,7 @@ class TenantDatabase(Records, Protocol):
     async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
         """Before K: saves a result that counts if the round ends with this attempt. False: the round is not open."""
 
-    async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
+    async def save_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
         """Call this before reporting the failure to the central store. False: the round is not open."""
 
     async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
@@ -183,7 +182,7 @@ class TenantDatabase(Records, Protocol):
         """Unsettled holds, the oldest first."""
 
     async def account(self, tenant: TenantId) -> Account: ...
-    async def grant(self, grant: CreditGrant, posting: Posting | None) -> PostingResult:
+    async def grant(self, given: CreditGrant, posting: Posting | None) -> PostingResult:
         """A pending grant has no posting."""
 
     async def confirm(self, posting: Posting) -> PostingResult:
@@ -232,9 +231,9 @@ class TenantDatabase(Records, Protocol):
 
     async def fence_of(self, tenant: TenantId) -> int | None: ...
     async def rows_of(self, tenant: TenantId, part: str, *, after: Row | None, limit: int) -> list[Row]:
-        """A page of one of `tenant_export.PARTS`, ordered by key, for `take_rows` of another database."""
+        """A page of one of `tenant_export.PARTS`, ordered by key, for `import_rows` of another database."""
 
-    async def take_rows(self, tenant: TenantId, fence: int, part: str, rows: Sequence[Row]) -> bool:
+    async def import_rows(self, tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -> bool:
         """Keeps rows that exist already. False: this fence does not hold the account."""
 
     async def erase(self, tenant: TenantId, fence: int, limit: int) -> int | None:

@@ -17,7 +17,7 @@ from comfyfleet.model.tenant import Tenant
 from comfyfleet.ports import Clock, DocumentStore
 from comfyfleet.tenancy.database.port import AccountFrozen, TenantDatabase
 
-DEFAULT_POOL = "default"
+DEFAULT_DATABASE = "default"
 ANSWER_S = 10.0
 """A database that takes longer counts as unreachable."""
 _RETRY_S = 1.0
@@ -49,7 +49,7 @@ class TenantDatabases:
         return tuple(self._urls)
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def used_names(self) -> tuple[str, ...]:
         """The names that were used so far."""
         return tuple(self._asked)
 
@@ -59,7 +59,7 @@ class TenantDatabases:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
                 f"there is no tenant database {name!r} here (known: {known}); add it to the hub's settings, in the "
-                'table [pools], as NAME = "sqlite:///…" or "postgresql://…"',
+                'table [databases], as NAME = "sqlite:///…" or "postgresql://…"',
             )
         return name
 
@@ -68,29 +68,29 @@ class TenantDatabases:
         if name not in self._urls:
             # A fault, not a refusal: the operator must correct the settings, not the caller.
             raise Fault(
-                f"the tenant database {name!r} is not in this hub's settings: add it to [pools], as at the other hubs"
+                f"the tenant database {name!r} is not in this hub's settings: add it to [databases], as at other hubs"
             )
         self._asked[name] = None
         opening = self._opening.get(name)
         if opening is None:
             self._check_reachable(name)
-            opening = self._opening[name] = asyncio.create_task(self._open(name), name=f"pool {name}")
+            opening = self._opening[name] = asyncio.create_task(self._open(name), name=f"database {name}")
         return await asyncio.shield(opening)
 
-    async def of(self, tenant: Tenant) -> TenantDatabase:
+    async def database_of(self, tenant: Tenant) -> TenantDatabase:
         """Raises `Fault` while it is unreachable or does not know the tenant. A wrong database would not know the
         tenant's jobs either, and the hub ends unknown jobs."""
-        database = await self.get(tenant.pool)
-        if (tenant.pool, tenant.tenant_id) not in self._ledgers:
+        database = await self.get(tenant.database)
+        if (tenant.database, tenant.tenant_id) not in self._ledgers:
             if not await database.has_account(tenant.tenant_id):
                 raise Fault(
-                    f"the tenant database {tenant.pool!r} does not know tenant {tenant.tenant_id!r}: check that its "
-                    "URL in [pools] is the same at all hubs, and that it was not restored from an older backup"
+                    f"the tenant database {tenant.database!r} does not know tenant {tenant.tenant_id!r}: check that "
+                    "its URL in [databases] is the same at all hubs, and that it was not restored from an older backup"
                 )
-            self._ledgers.add((tenant.pool, tenant.tenant_id))
+            self._ledgers.add((tenant.database, tenant.tenant_id))
         return database
 
-    def is_away(self, name: str) -> bool:
+    def is_unreachable(self, name: str) -> bool:
         """Whether the last call to it failed."""
         return name in self._away
 
@@ -109,7 +109,7 @@ class TenantDatabases:
         except BaseException as error:
             self._opening.pop(name, None)
             if isinstance(error, ComfyFleetError):
-                self.note_away(name, error)
+                self.mark_unreachable(name, error)
             await database.close()
             raise
         self._away.pop(name, None)
@@ -123,9 +123,9 @@ class TenantDatabases:
         if self._clock.monotonic() < again_at:
             raise Fault(str(fault)) from fault
         # This call tries again; calls during the next second do not wait for it.
-        self.note_away(name, fault)
+        self.mark_unreachable(name, fault)
 
-    def note_away(self, name: str, error: ComfyFleetError) -> None:
+    def mark_unreachable(self, name: str, error: ComfyFleetError) -> None:
         self._away[name] = (error, self._clock.monotonic() + _RETRY_S)
 
     async def watched(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -137,7 +137,7 @@ class TenantDatabases:
             self._away.pop(name, None)
             raise
         except Fault as fault:
-            self.note_away(name, fault)
+            self.mark_unreachable(name, fault)
             raise
         self._away.pop(name, None)
         return answer
@@ -146,14 +146,14 @@ class TenantDatabases:
 class _Watched:
     """Passes calls on to a database, or to a tenant's documents in it, and notes their faults."""
 
-    def __init__(self, database: TenantDatabase | DocumentStore, name: str, pools: TenantDatabases) -> None:
+    def __init__(self, database: TenantDatabase | DocumentStore, name: str, all_: TenantDatabases) -> None:
         self._database = database
         self._name = name
-        self._pools = pools
+        self._all = all_
 
     def documents(self, tenant: TenantId) -> DocumentStore:
         documents = cast(TenantDatabase, self._database).documents(tenant)
-        return cast(DocumentStore, _Watched(documents, self._name, self._pools))
+        return cast(DocumentStore, _Watched(documents, self._name, self._all))
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._database, name)
@@ -162,7 +162,7 @@ class _Watched:
 
         @wraps(method)
         async def watched(*args: Any, **named: Any) -> Any:
-            return await self._pools.watched(self._name, lambda: method(*args, **named))
+            return await self._all.watched(self._name, lambda: method(*args, **named))
 
         # Python finds it directly from now on.
         self.__dict__[name] = watched

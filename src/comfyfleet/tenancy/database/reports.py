@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
 from comfyfleet.model.failure import FailureText
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
-from comfyfleet.model.ledger import (
-    CreditGrant,
-    HoldId,
-    Outcome,
-    Price,
-    Receipt,
-    UsageBy,
-    UsageLine,
-)
+from comfyfleet.model.ledger import CreditGrant, HoldId, Outcome, Price, Receipt, UsageBy, UsageLine
 from comfyfleet.stores.documents import pack
-from comfyfleet.tenancy.database.executor import Row, Work, row, rows
+from comfyfleet.tenancy.database.executor import Row, Work, page, row, rows, rows_in
 from comfyfleet.tenancy.database.ledger import GRANTS, read_grant
 from comfyfleet.tenancy.database.rounds import check_open
 
@@ -58,13 +50,13 @@ def grants(tenant: TenantId, after: tuple[float, str] | None, limit: int) -> Wor
         tenant=tenant,
         at=at,
         grant_id=grant_id,
-        limit=limit,
+        limit=page(limit),
     )
     return [read_grant(each) for each in found]
 
 
 def receipts(tenant: TenantId, job_id: JobId, limit: int) -> Work[list[Receipt]]:
-    found = yield from rows(_RECEIPTS, tenant=tenant, job_id=job_id, limit=limit)
+    found = yield from rows(_RECEIPTS, tenant=tenant, job_id=job_id, limit=page(limit))
     return [_receipt(each) for each in reversed(found)]
 
 
@@ -130,16 +122,12 @@ ON CONFLICT (job_id, round, attempt_id) DO UPDATE SET failure = excluded.failure
 """
 
 
-def keep_failure(hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> Work[bool]:
+def save_failure(hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> Work[bool]:
     yield from check_open(hold_id)
     values = {**hold_id._asdict(), "attempt_id": attempt_id, "failure": pack(text), "at": at}
     return (yield from row(_KEEP, **values)) is not None
 
 
-def failures_of(job_ids: Sequence[JobId]) -> Work[dict[str, FailureText]]:
-    if not job_ids:
-        return {}
-    values = {f"job_{place}": job_id for place, job_id in enumerate(job_ids)}
-    places = ", ".join(f":{name}" for name in values)
-    found = yield from rows(f"SELECT attempt_id, failure FROM @failures WHERE job_id IN ({places})", **values)
+def failures_of(job_ids: Sequence[JobId]) -> Work[Mapping[str, FailureText]]:
+    found = yield from rows_in("SELECT attempt_id, failure FROM @failures", "job_id", job_ids)
     return {attempt_id: _texts.decode(failure) for attempt_id, failure in found}

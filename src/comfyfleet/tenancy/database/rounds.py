@@ -10,9 +10,10 @@ from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId, Price, RunEntry
+from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.documents import pack
 from comfyfleet.tenancy.database import ledger, tenant_export
-from comfyfleet.tenancy.database.executor import Row, Work, row, rows
+from comfyfleet.tenancy.database.executor import MAX_PAGE, Row, Work, page, row, rows, rows_in
 from comfyfleet.tenancy.database.port import (
     AccountFrozen,
     OpenRound,
@@ -206,7 +207,11 @@ def _run_values(run: RunEntry) -> dict[str, object]:
 def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxEntry]]:
     last = after or HoldId(JobId(""), 0)
     found = yield from rows(
-        _OUTBOX, outbox="sent" if is_sent else "unsent", job_id=last.job_id, round=last.round, limit=limit
+        _OUTBOX,
+        outbox="sent" if is_sent else "unsent",
+        job_id=last.job_id,
+        round=last.round,
+        limit=page(limit),
     )
     return [
         OutboxEntry(HoldId(JobId(job_id), number), TenantId(tenant), _dispatches.decode(envelope))
@@ -219,9 +224,12 @@ def count_open(tenant: TenantId, most: int) -> Work[int]:
     return 0 if found is None else int(found[0])
 
 
-def mark(hold_id: HoldId, state: str) -> Work[bool]:
-    moved = yield from row(_SET_OUTBOX, outbox=state, **hold_id._asdict())
-    return moved is not None
+def mark_sent(hold_id: HoldId) -> Work[bool]:
+    return (yield from row(_SET_OUTBOX, outbox="sent", **hold_id._asdict())) is not None
+
+
+def send_again(hold_id: HoldId) -> Work[bool]:
+    return (yield from row(_SET_OUTBOX, outbox="unsent", **hold_id._asdict())) is not None
 
 
 def leasable(hold_id: HoldId) -> Work[Job | None]:
@@ -263,6 +271,7 @@ def open_round_of(hold_id: HoldId, attempt_id: str | None) -> Work[OpenRound | N
 
 
 def phases(hold_ids: Sequence[HoldId]) -> Work[dict[HoldId, Phase | None]]:
+    assert len(hold_ids) <= MAX_PAGE, "at most one page"
     if not hold_ids:
         return {}
     places = ", ".join(f"(:job_{place}, :round_{place})" for place in range(len(hold_ids)))
@@ -277,15 +286,16 @@ def phases(hold_ids: Sequence[HoldId]) -> Work[dict[HoldId, Phase | None]]:
 
 
 def forget_events(before: float, limit: int) -> Work[int]:
-    return len((yield from rows(_FORGET, before=before, limit=limit)))
+    return len((yield from rows(_FORGET, before=before, limit=page(limit))))
 
 
 def ended_jobs(phase: Phase, before: float, limit: int) -> Work[list[JobId]]:
-    found = yield from rows(_ENDED, phase=phase.value, before=before, limit=limit)
+    found = yield from rows(_ENDED, phase=phase.value, before=before, limit=page(limit))
     return [JobId(job_id) for (job_id,) in found]
 
 
 def forget_jobs(job_ids: Sequence[JobId], before: float) -> Work[int]:
+    assert len(job_ids) <= MAX_PAGE, "at most one page"
     forgotten, is_frozen = 0, dict[str, bool]()
     for job_id in job_ids:
         found = yield from row("SELECT tenant FROM @jobs WHERE job_id = :job_id", job_id=job_id)
@@ -316,11 +326,7 @@ def get(job_id: JobId) -> Work[Job | None]:
 
 
 def get_many(job_ids: Sequence[JobId]) -> Work[Mapping[JobId, Job]]:
-    if not job_ids:
-        return {}
-    values = {f"job_{place}": job_id for place, job_id in enumerate(job_ids)}
-    places = ", ".join(f":{name}" for name in values)
-    found = yield from rows(f"{_SELECT_JOB} WHERE job_id IN ({places})", **values)
+    found = yield from rows_in(_SELECT_JOB, "job_id", job_ids)
     return {job.job_id: job for job in map(_job, found)}
 
 
@@ -331,17 +337,15 @@ def by_reference(tenant: TenantId, reference: str) -> Work[Job | None]:
     return None if found is None else _job(found)
 
 
-def listing(
-    tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None, newest_first: bool
-) -> Work[list[Job]]:
+def listing(query: RecordQuery) -> Work[list[Job]]:
     """Job ids are in order of submission."""
-    beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
+    beyond, order = ("<", "DESC") if query.newest_first else (">", "ASC")
     conditions = ["1 = 1"]
-    values: dict[str, object] = {"limit": limit}
+    values: dict[str, object] = {"limit": page(query.limit)}
     for column, comparison, value in (
-        ("tenant", "=", tenant),
-        ("phase", "=", phase),
-        ("job_id", beyond, after),
+        ("tenant", "=", query.tenant),
+        ("phase", "=", query.phase),
+        ("job_id", beyond, query.after),
     ):
         if value is not None:
             conditions.append(f"{column} {comparison} :{column}")
@@ -353,7 +357,7 @@ def listing(
 
 
 def runs(tenant: TenantId, after: int, limit: int) -> Work[list[RunEntry]]:
-    found = yield from rows(_RUNS, tenant=tenant, after=after, limit=limit)
+    found = yield from rows(_RUNS, tenant=tenant, after=after, limit=page(limit))
     return [RunEntry(HoldId(JobId(job_id), number), *rest) for job_id, number, *rest in found]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from comfyfleet.model.ids import TenantId
-from comfyfleet.tenancy.database.executor import Row, Work, row, rows
+from comfyfleet.tenancy.database.executor import Row, Work, page, row, rows
 from comfyfleet.tenancy.database.port import AccountFrozen
 
 
@@ -116,7 +116,7 @@ def fence_of(tenant: TenantId) -> Work[int | None]:
 
 
 def rows_of(tenant: TenantId, part: str, after: Row | None, limit: int) -> Work[list[Row]]:
-    described, values = PARTS[part], {"tenant": tenant, "limit": limit}
+    described, values = PARTS[part], {"tenant": tenant, "limit": page(limit)}
     key, behind = ", ".join(described.key), ""
     if after is not None:
         places = [described.columns.index(name) for name in described.key]
@@ -132,7 +132,7 @@ def rows_of(tenant: TenantId, part: str, after: Row | None, limit: int) -> Work[
     )
 
 
-def take_rows(tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -> Work[bool]:
+def import_rows(tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -> Work[bool]:
     if not (yield from _is_frozen(tenant, fence)):
         return False
     described, values, lines = PARTS[part], dict[str, object](), []
@@ -160,7 +160,7 @@ def erase(tenant: TenantId, fence: int, limit: int) -> Work[int | None]:
             f"DELETE FROM @{part} WHERE {_of_tenant(part)} AND ({key}) IN "
             f"(SELECT {key} FROM @{part} WHERE {_of_tenant(part)} LIMIT :limit) RETURNING 1",
             tenant=tenant,
-            limit=limit,
+            limit=page(limit),
         )
         if gone:
             return len(gone)

@@ -36,6 +36,7 @@ from comfyfleet.testing.contract.store_bench import (
     release,
     tenant,
 )
+from comfyfleet.testing.leases import lease_next
 
 _WORKERS = st.sampled_from([(A, FAST), (B, SLOW), (B, FAST)])
 _HASHES = st.sampled_from([WorkflowHash("one"), WorkflowHash("two")])
@@ -67,7 +68,6 @@ steps = st.one_of(
     st.tuples(st.just("peek"), _WORKERS, st.integers(1, 5)),
     st.tuples(st.just("heartbeat"), _WHICH),
     st.tuples(st.just("complete"), _WHICH, _USED),
-    st.tuples(st.just("finish_and_lease_next"), _WHICH, _WORKERS, _USED),
     st.tuples(st.just("fail"), _WHICH, _WORKERS, st.sampled_from([None, 8.0])),
     st.tuples(st.just("requeue"), _WHICH, st.sampled_from([None, 3.0])),
     st.tuples(st.just("release"), _WHICH),
@@ -94,7 +94,7 @@ steps = st.one_of(
     st.tuples(st.just("no_terms"), _TENANTS),
     st.tuples(st.just("pause_queue"), st.booleans()),
     st.tuples(st.just("purge"), st.sampled_from([Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED])),
-    st.tuples(st.just("lesson"), _HASHES, st.sampled_from([0.0, 8.0])),
+    st.tuples(st.just("workflow_stats"), _HASHES, st.sampled_from([0.0, 8.0])),
     st.tuples(
         st.just("learn"), _HASHES, st.sampled_from(["card", "other"]), st.sampled_from([0.1, 3.0, 70.7])
     ),
@@ -135,7 +135,7 @@ class RandomDay:
                 first = msgspec.structs.replace(dispatch, phase=Phase.QUEUED, lease=None, revision=0)
                 return await store.enqueue(first, bench.job(first), QUEUED)
             case ("lease_next", (worker, profile)):
-                return self._note(await store.lease_next(self._offer(worker, profile)))
+                return self._note(await lease_next(store, self._offer(worker, profile)))
             case ("lease", which, (worker, profile)):
                 dispatch = await self._job(which)
                 offer = self._offer(worker, profile)
@@ -146,13 +146,6 @@ class RandomDay:
                 return [] if not self.refs else await store.heartbeat([self._ref(which)], 60.0)
             case ("complete", which, used_s):
                 return None if not self.refs else await store.write(completion(self._ref(which), used_s))
-            case ("finish_and_lease_next", which, (worker, profile), used_s):
-                offer = self._offer(worker, profile)
-                if not self.refs:
-                    return None
-                finish = completion(self._ref(which), used_s)
-                finished, taken = await store.finish_and_lease_next(finish, offer)
-                return finished, self._note(taken)
             case ("fail", which, (worker, _), cooldown):
                 if not self.refs:
                     return None
@@ -223,26 +216,28 @@ class RandomDay:
                     due += await store.due(limit, due[-1] if due else None)
                 return due
             case ("charge", name, seconds):
-                return await store.shares.charge(tenant(name), seconds)
+                return await store.fair_share.charge(tenant(name), seconds)
             case ("terms", name, weight, max_leased, held_s):
                 until = None if held_s is None else bench.clock.now() + held_s
-                await store.shares.put_terms(TenantTerms(tenant(name), weight, max_leased, until))
-                return await store.shares.terms(), await store.shares.next_hold_end()
+                await store.fair_share.put_terms(TenantTerms(tenant(name), weight, max_leased, until))
+                return await store.fair_share.terms(), await store.fair_share.next_hold_end()
             case ("no_terms", name):
-                return await store.shares.remove_terms(tenant(name))
+                return await store.fair_share.remove_terms(tenant(name))
             case ("pause_queue", is_paused):
                 return await store.pause_queue(is_paused)
             case ("purge", phase):
                 return await store.purge(phase, bench.clock.now() - 5.0, 100)
-            case ("lesson", workflow_hash, memory):
+            case ("workflow_stats", workflow_hash, memory):
                 stats = WorkflowStats(workflow_hash, {"card": MeanDuration(memory + 1.0, 1)}, memory)
                 await store.put_workflow_stats(stats)
                 return await store.get_workflow_stats(workflow_hash)
             case ("learn", workflow_hash, worker_class, seconds):
-                return await store.learn(WorkflowStatsDelta(workflow_hash, worker_class, seconds, 0.2, 2))
+                return await store.add_workflow_stats(
+                    WorkflowStatsDelta(workflow_hash, worker_class, seconds, 0.2, 2)
+                )
             case ("learn_memory", workflow_hash, name, gb):
                 delta = WorkflowStatsDelta(workflow_hash, tenant=tenant(name), memory_gb=gb, most_tenants=2)
-                return await store.learn(delta)
+                return await store.add_workflow_stats(delta)
             case ("worker", is_paused, seconds):
                 # Only of workers without a lease: a record names its profile.
                 idle = WorkerRecord(WorkerId("idle"), Capabilities((Service("comfyui"),)), FAST, 1, 1.0, 1.0)
@@ -253,7 +248,7 @@ class RandomDay:
                     msgspec.structs.replace(known or idle, is_paused=is_paused)
                 )
                 run = WorkerDelta(completed=1, busy_s=seconds, seen_at=bench.clock.now())
-                return replaced, await store.note_worker(idle.worker_id, run), await store.workers()
+                return replaced, await store.apply_worker_delta(idle.worker_id, run), await store.workers()
             case ("advance", seconds):
                 return await bench.clock.advance(seconds)
         raise AssertionError(f"no such step: {step}")

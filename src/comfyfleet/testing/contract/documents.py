@@ -103,7 +103,7 @@ class DocumentStoreContract:
         with pytest.raises(Refusal):
             await documents.listing("keys", after="nul\0")
 
-    async def test_drawers_are_those_with_something_in_them(self, documents: DocumentStore) -> None:
+    async def test_collections_are_those_with_documents(self, documents: DocumentStore) -> None:
         assert await documents.collections() == []
         for collection in ("keys", "audit"):
             assert await documents.put(collection, "a", b"1", version=0)

@@ -21,6 +21,7 @@ from comfyfleet.testing.contract.store_bench import (
     release,
     tenant,
 )
+from comfyfleet.testing.leases import lease_next
 
 ANN, BOB, EVE = tenant("ann"), tenant("bob"), tenant("eve")
 
@@ -29,20 +30,20 @@ class FairShareContract:
     # terms
 
     async def test_terms_are_kept_until_they_are_removed(self, bench: StoreBench) -> None:
-        shares = bench.store.shares
+        shares = bench.store.fair_share
         assert await shares.terms() == []
         bob = TenantTerms(BOB, 2.5, 7, bench.clock.now() + 60)
         ann = TenantTerms(ANN, 0.1, held_until=inf)
         for terms in (bob, ann):
             await shares.put_terms(terms)
         assert await shares.terms() == [ann, bob]
-        assert (await shares.of(BOB)).terms == bob
+        assert (await shares.get(BOB)).terms == bob
         changed = msgspec.structs.replace(bob, weight=3.0, held_until=None)
         await shares.put_terms(changed)
         await shares.remove_terms(ANN)
         await shares.remove_terms(EVE)
         assert await shares.terms() == [changed]
-        assert (await shares.of(ANN)).terms is None
+        assert (await shares.get(ANN)).terms is None
 
     async def test_without_terms_nobody_is_charged(self, bench: StoreBench) -> None:
         first = await bench.enqueue(tenant=ANN)
@@ -52,7 +53,7 @@ class FairShareContract:
             leased = await bench.lease_next()
             assert leased is not None
             assert expected in (None, leased.job_id)
-        assert (await bench.store.shares.of(ANN)).virtual_time == 0
+        assert (await bench.store.fair_share.get(ANN)).virtual_time == 0
         assert (await bench.candidates(A, FAST, 1)) == []
         await bench.enqueue(tenant=EVE)
         assert [each.weight for each in await bench.candidates(A, FAST, 1)] == [0.0]
@@ -62,8 +63,8 @@ class FairShareContract:
         await bench.enqueue(tenant=ANN)
         await bench.enqueue(tenant=ANN, standing=Readiness.DELAYED, wake_at=bench.clock.now() + 5)
         await bench.leased(tenant=BOB)
-        await bench.store.shares.put_terms(TenantTerms(BOB, max_leased=1))
-        ann, bob = await bench.store.shares.of(ANN), await bench.store.shares.of(BOB)
+        await bench.store.fair_share.put_terms(TenantTerms(BOB, max_leased=1))
+        ann, bob = await bench.store.fair_share.get(ANN), await bench.store.fair_share.get(BOB)
         assert (ann.waiting, ann.leased, bob.leased, bob.is_at_cap) == (1, 1, 1, True)
         await bench.enqueue(tenant=BOB)
         assert await self._leases(bench) == [ANN]
@@ -71,7 +72,7 @@ class FairShareContract:
     # charges
 
     async def test_a_lease_is_charged_by_the_weight_and_put_right_at_its_end(self, bench: StoreBench) -> None:
-        shares = bench.store.shares
+        shares = bench.store.fair_share
         await shares.put_terms(TenantTerms(ANN, weight=2.0))
         ref = await self._lease(bench, ANN, charge_s=30.0)
         assert await self._times(bench, ANN) == (15.0, 0.0)
@@ -81,7 +82,7 @@ class FairShareContract:
     async def test_virtual_time_never_falls_and_an_overcharge_is_deducted_from_the_next(
         self, bench: StoreBench
     ) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=30.0)
         await bench.store.write(completion(ref, 2.0))
         assert await self._times(bench, ANN) == (30.0, 28.0)
@@ -91,35 +92,36 @@ class FairShareContract:
         assert await self._times(bench, ANN) == (42.0, 0.0)
 
     async def test_where_nobody_says_how_long_it_took_the_estimate_stands(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=30.0)
         await bench.store.write(completion(ref))
         assert await self._times(bench, ANN) == (30.0, 0.0)
 
     async def test_who_has_no_terms_is_charged_too_once_somebody_has(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         await self._lease(bench, BOB, charge_s=30.0)
         assert await self._times(bench, BOB) == (30.0, 0.0)
-        await bench.store.shares.remove_terms(ANN)
+        await bench.store.fair_share.remove_terms(ANN)
         await self._lease(bench, BOB, charge_s=30.0)
         assert await self._times(bench, BOB) == (60.0, 0.0)
 
     async def test_leases_follow_the_charges_at_once(self, bench: StoreBench) -> None:
         """Also if one step finishes a job and leases the next, and if the tenant has many lanes."""
-        await bench.store.shares.put_terms(TenantTerms(BOB, weight=3.0))
+        await bench.store.fair_share.put_terms(TenantTerms(BOB, weight=3.0))
         for number in range(8):
             await bench.enqueue(tenant=ANN, workflow_hash=f"hash-{number}")
         for _ in range(8):
             await bench.enqueue(tenant=BOB)
         assert await self._leases(bench, 8) == [ANN, BOB, BOB, BOB, ANN, BOB, BOB, BOB]
 
-    async def test_one_call_that_finishes_and_leases_charges_both(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+    async def test_an_end_and_the_next_lease_are_both_charged(self, bench: StoreBench) -> None:
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=10.0)
         await bench.enqueue(tenant=BOB)
         await bench.enqueue(tenant=ANN)
         offer = msgspec.structs.replace(bench.offer(), charge_s=4.0)
-        finished, taken = await bench.store.finish_and_lease_next(completion(ref, 25.0), offer)
+        finished = await bench.store.write(completion(ref, 25.0))
+        taken = await lease_next(bench.store, offer)
         assert finished is not None
         assert taken is not None
         assert taken.dispatch.tenant == BOB
@@ -131,9 +133,9 @@ class FairShareContract:
     async def test_a_tenant_that_begins_to_wait_starts_with_the_least_served_that_runs(
         self, bench: StoreBench
     ) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         await self._lease(bench, ANN, charge_s=50.0)
-        await bench.store.shares.charge(BOB, 80.0)
+        await bench.store.fair_share.charge(BOB, 80.0)
         await self._lease(bench, BOB, charge_s=5.0)
         await bench.enqueue(tenant=EVE)
         assert await self._times(bench, EVE) == (50.0, 0.0)
@@ -145,10 +147,10 @@ class FairShareContract:
     async def test_where_nobody_runs_it_starts_with_the_least_served_that_waits(
         self, bench: StoreBench
     ) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         for name, seconds in ((ANN, 40.0), (BOB, 60.0)):
-            await bench.store.shares.charge(name, seconds)
-        await bench.store.shares.put_terms(TenantTerms(BOB))
+            await bench.store.fair_share.charge(name, seconds)
+        await bench.store.fair_share.put_terms(TenantTerms(BOB))
         await bench.enqueue(tenant=BOB)
         await bench.enqueue(tenant=ANN)
         assert await self._times(bench, ANN) == (60.0, 0.0)
@@ -158,7 +160,7 @@ class FairShareContract:
     async def test_one_that_waits_for_what_nobody_runs_does_not_hold_the_others_back(
         self, bench: StoreBench
     ) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         await bench.enqueue(FOR_FAST, tenant=ANN)
         await bench.enqueue(tenant=BOB)
         assert await self._leases(bench, 1, B, SLOW, charge_s=70.0) == [BOB]
@@ -168,14 +170,14 @@ class FairShareContract:
     async def test_where_nobody_else_has_anything_it_starts_with_who_was_served_most(
         self, bench: StoreBench
     ) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=50.0)
         await bench.store.write(completion(ref))
         await bench.enqueue(tenant=BOB)
         assert await self._times(bench, BOB) == (50.0, 0.0)
 
     async def test_a_job_that_goes_back_to_its_lane_begins_nothing(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=1.0)
         await self._lease(bench, BOB, charge_s=90.0)
         written = await bench.store.write(release(ref))
@@ -187,7 +189,7 @@ class FairShareContract:
     # caps
 
     async def test_a_tenant_at_its_cap_is_not_seen_and_not_leased(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=2))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, max_leased=2))
         first, second, third = [await bench.enqueue(tenant=ANN) for _ in range(3)]
         other = await bench.enqueue(tenant=BOB)
         refs = []
@@ -202,13 +204,13 @@ class FairShareContract:
         bench.polls.pop()
         assert await bench.state() == before
         assert await self._leases(bench, 2) == [BOB]
-        assert (await bench.store.shares.of(ANN)).is_at_cap
+        assert (await bench.store.fair_share.get(ANN)).is_at_cap
         await bench.store.write(completion(refs[0]))
         assert await bench.peek() == [third.job_id]
         assert await self._leases(bench, 2) == [ANN]
 
     async def test_a_cap_counts_whatever_ends_a_lease(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, max_leased=1))
         leased, ref = await bench.leased(tenant=ANN)
         other = await bench.enqueue(tenant=ANN)
         await bench.store.write(release(ref))
@@ -218,18 +220,17 @@ class FairShareContract:
         assert await bench.peek() == []
         await bench.cancel(again)
         assert await bench.peek() == [other.job_id]
-        finished, taken = None, await bench.store.lease(other.job_id, bench.offer())
+        taken = await bench.store.lease(other.job_id, bench.offer())
         assert taken is not None
         last = await bench.enqueue(tenant=ANN)
-        finished, taken = await bench.store.finish_and_lease_next(
-            completion(taken.dispatch.lease_ref()), bench.offer()
-        )
+        finished = await bench.store.write(completion(taken.dispatch.lease_ref()))
+        taken = await lease_next(bench.store, bench.offer())
         assert finished is not None
         assert taken is not None
         assert taken.dispatch.job_id == last.job_id
 
     async def test_a_cap_that_is_changed_counts_at_once(self, bench: StoreBench) -> None:
-        shares = bench.store.shares
+        shares = bench.store.fair_share
         await bench.leased(tenant=ANN)
         await shares.put_terms(TenantTerms(ANN, max_leased=1))
         await bench.enqueue(tenant=ANN)
@@ -242,16 +243,16 @@ class FairShareContract:
         assert await bench.lease_next() is not None
 
     async def test_many_at_once_never_pass_a_cap(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=3))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, max_leased=3))
         jobs = [await bench.enqueue(tenant=ANN) for _ in range(8)]
-        asked = [bench.store.lease_next(bench.offer()) for _ in range(6)]
+        asked = [lease_next(bench.store, bench.offer()) for _ in range(6)]
         named = [bench.store.lease(job.job_id, bench.offer(B)) for job in jobs]
         taken = [each for each in await asyncio.gather(*asked, *named) if each is not None]
         assert len(taken) == 3
-        assert (await bench.store.shares.of(ANN)).leased == 3
+        assert (await bench.store.fair_share.get(ANN)).leased == 3
 
     async def test_one_that_was_at_its_cap_starts_anew_with_its_next_lease(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, max_leased=1))
         ref = await self._lease(bench, ANN, charge_s=1.0)
         waiting = await bench.enqueue(tenant=ANN)
         await self._lease(bench, BOB, charge_s=70.0)
@@ -267,7 +268,7 @@ class FairShareContract:
     # holds
 
     async def test_a_tenant_that_is_held_gets_nothing_until_its_time(self, bench: StoreBench) -> None:
-        shares = bench.store.shares
+        shares = bench.store.fair_share
         waiting = await bench.enqueue(tenant=ANN)
         other = await bench.enqueue(tenant=BOB)
         await shares.put_terms(TenantTerms(ANN, held_until=bench.clock.now() + 10))
@@ -282,7 +283,7 @@ class FairShareContract:
         assert await bench.peek() == [other.job_id]
 
     async def test_a_hold_that_is_over_shows_the_tenant_to_whoever_looks(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN, held_until=bench.clock.now() + 10))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, held_until=bench.clock.now() + 10))
         waiting = await bench.enqueue(tenant=ANN)
         assert await bench.lease_next() is None
         assert await bench.peek(B, SLOW) == []
@@ -291,7 +292,7 @@ class FairShareContract:
         assert await bench.lease_next() is not None
 
     async def test_a_hold_without_end_is_lifted_by_hand(self, bench: StoreBench) -> None:
-        shares = bench.store.shares
+        shares = bench.store.fair_share
         await bench.enqueue(tenant=ANN)
         await shares.put_terms(TenantTerms(ANN, held_until=inf))
         await bench.clock.advance(1e9)
@@ -300,9 +301,9 @@ class FairShareContract:
         assert await bench.lease_next() is not None
 
     async def test_what_runs_while_its_tenant_is_held_may_end(self, bench: StoreBench) -> None:
-        await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, max_leased=1))
         _, ref = await bench.leased(tenant=ANN)
-        await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1, held_until=inf))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, max_leased=1, held_until=inf))
         await bench.enqueue(tenant=ANN)
         assert await bench.store.write(completion(ref)) is not None
         assert await bench.lease_next() is None
@@ -311,7 +312,7 @@ class FairShareContract:
 
     async def test_whoever_waits_is_told_when_a_tenant_comes_free(self, bench: StoreBench) -> None:
         told = asyncio.Event()
-        await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, max_leased=1))
         _, ref = await bench.leased(tenant=ANN)
         await bench.enqueue(tenant=ANN)
         assert await bench.lease_next() is None
@@ -324,7 +325,7 @@ class FairShareContract:
         await bench.enqueue(tenant=ANN)
         assert await bench.lease_next() is None
         told.clear()
-        await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=2))
+        await bench.store.fair_share.put_terms(TenantTerms(ANN, max_leased=2))
         await asyncio.wait_for(told.wait(), 5)
 
     @staticmethod
@@ -343,7 +344,7 @@ class FairShareContract:
         tenants = []
         for _ in range(count):
             offer = bench.offer(worker, profile)  # type: ignore[arg-type]
-            written = await bench.store.lease_next(msgspec.structs.replace(offer, charge_s=charge_s))
+            written = await lease_next(bench.store, msgspec.structs.replace(offer, charge_s=charge_s))
             if written is None:
                 break
             tenants.append(written.dispatch.tenant)
@@ -351,5 +352,5 @@ class FairShareContract:
 
     @staticmethod
     async def _times(bench: StoreBench, name: TenantId) -> tuple[float, float]:
-        share = await bench.store.shares.of(name)
+        share = await bench.store.fair_share.get(name)
         return share.virtual_time, share.credit

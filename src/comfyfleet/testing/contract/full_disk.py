@@ -57,8 +57,8 @@ async def steps_of(bench: StoreBench) -> dict[str, Step]:
     written = await store.write(completion(ended))
     assert written is not None
     over = written.dispatch
-    _, apart = await bench.leased(has_tenant_database=True)
-    written = await store.write(completion(apart))
+    _, settled_later = await bench.leased(has_tenant_database=True)
+    written = await store.write(completion(settled_later))
     assert written is not None
     unsettled = written.dispatch
     await bench.clock.advance(5)
@@ -69,7 +69,7 @@ async def steps_of(bench: StoreBench) -> dict[str, Step]:
     record = await store.records.get(waiting.job_id)
     assert record is not None
     moved = renamed(JobSnapshot(waiting, record, tuple(own), ()), "moved")
-    moving = cast("TransferableStore", store).moving if hasattr(store, "moving") else None
+    moving = cast("TransferableStore", store).job_transfer if hasattr(store, "job_transfer") else None
     return {
         **(
             {}
@@ -83,7 +83,6 @@ async def steps_of(bench: StoreBench) -> dict[str, Step]:
         "lease": lambda: store.lease(waiting.job_id, bench.offer()),
         "lease_next": bench.lease_next,
         "write": lambda: store.write(completion(ref, blocks=(block,), lifted=(Pair(A, "counted"),))),
-        "finish_and_lease_next": lambda: store.finish_and_lease_next(completion(ref), bench.offer()),
         "retry": lambda: bench.change(over, Change(phase=Phase.QUEUED, round=2)),
         "settle": lambda: bench.change(unsettled, Change(settled_at=5.0)),
         "cancel": lambda: bench.cancel(waiting),
@@ -96,15 +95,15 @@ async def steps_of(bench: StoreBench) -> dict[str, Step]:
         "put_worker": lambda: store.put_worker(WORKER),
         "add_worker": lambda: store.add_worker(msgspec.structs.replace(WORKER, worker_id=B)),
         "replace_worker": lambda: store.replace_worker(WORKER),
-        "note_worker": lambda: store.note_worker(A, WorkerDelta(completed=1)),
-        "learn": lambda: store.learn(WorkflowStatsDelta(HASH, "card", 1.0, 0.2, 8)),
+        "apply_worker_delta": lambda: store.apply_worker_delta(A, WorkerDelta(completed=1)),
+        "add_workflow_stats": lambda: store.add_workflow_stats(WorkflowStatsDelta(HASH, "card", 1.0, 0.2, 8)),
         "remove_worker": lambda: store.remove_worker(A),
         "put_block": lambda: store.put_block(block),
         "lift": lambda: store.lift([Pair(A, "counted")]),
         "expired_blocks": store.expired_blocks,
         "put_workflow_stats": lambda: store.put_workflow_stats(WorkflowStats(HASH, {}, 12.0)),
-        "charge": lambda: store.shares.charge(tenant("default"), 5.0),
-        "put_terms": lambda: store.shares.put_terms(TenantTerms(tenant("ann"), 2.0, 1)),
+        "charge": lambda: store.fair_share.charge(tenant("default"), 5.0),
+        "put_terms": lambda: store.fair_share.put_terms(TenantTerms(tenant("ann"), 2.0, 1)),
         "pause_queue": lambda: store.pause_queue(True),
         "put a document": lambda: store.documents.put("keys", "new", b"1", version=0),
         "put over a document": lambda: store.documents.put("keys", "known", b"2", version=1),
@@ -152,6 +151,6 @@ async def _state(bench: StoreBench) -> dict[str, Any]:
     """Without the polls of refused leases, which nobody holds."""
     state = await bench.state()
     state["polls"] = [found for found in state["polls"] if found is not None]
-    state["lesson"] = await bench.store.get_workflow_stats(HASH)
+    state["workflow_stats"] = await bench.store.get_workflow_stats(HASH)
     state["documents"] = await bench.store.documents.listing("keys")
     return state

@@ -9,21 +9,21 @@ from comfyfleet.testing.contract.store_bench import StoreBench, completion
 class HeldJobContract:
     async def test_a_held_job_is_queued_and_in_no_lane_until_it_is_let_go(self, bench: StoreBench) -> None:
         look_at = bench.clock.now() + 5
-        held = await bench.enqueue(is_held=True, standing=Readiness.DELAYED, wake_at=look_at)
+        held = await bench.enqueue(awaits_jobs=True, standing=Readiness.DELAYED, wake_at=look_at)
         other = await bench.enqueue()
-        assert held.is_held and await bench.store.load(held.job_id) == held
+        assert held.awaits_jobs and await bench.store.load(held.job_id) == held
         assert await bench.peek() == [other.job_id]
         assert await bench.store.lease(held.job_id, bench.offer()) is None
         counts = await bench.store.counts()
         assert (counts.waiting, counts.delayed, counts.by_phase[Phase.QUEUED]) == (1, 1, 2)
         await bench.clock.advance(5)
         assert await bench.store.due(10) == [held], "a sweep finds it by itself"
-        free = Change(is_held=False, standing=Readiness.IN_LANE, wake_at=None)
+        free = Change(awaits_jobs=False, standing=Readiness.IN_LANE, wake_at=None)
         assert await bench.change(held, free) is not None
         assert await bench.change(held, free) is None, "who read the same may not do it again"
         assert await bench.peek() == [held.job_id, other.job_id], "at the place of its age"
         taken = await bench.lease_next()
-        assert taken is not None and (taken.job_id, taken.is_held) == (held.job_id, False)
+        assert taken is not None and (taken.job_id, taken.awaits_jobs) == (held.job_id, False)
 
     async def test_a_mark_on_a_job_stays_through_lease_and_end_and_spoils_no_report(
         self, bench: StoreBench
@@ -46,5 +46,5 @@ class HeldJobContract:
         assert await bench.change(running, Change(is_awaited=True)) is None
         (state,) = await bench.store.heartbeat([ref], 60)
         assert state.is_alive
-        finished, _ = await bench.store.finish_and_lease_next(completion(ref), bench.offer())
+        finished = await bench.store.write(completion(ref))
         assert finished is not None and finished.dispatch.is_awaited

@@ -11,7 +11,7 @@ from comfyfleet.model.dispatch import TOMBSTONE_S, Change, Dispatch, Phase, Read
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.workflow_stats import MeanDuration, WorkflowStats
-from comfyfleet.ports import JobTransfer, TransferableStore
+from comfyfleet.ports import JobTransfer, RecordQuery, TransferableStore
 from comfyfleet.testing.contract.store_bench import (
     B,
     StoreBench,
@@ -32,7 +32,7 @@ async def whole(bench: StoreBench, job_id: JobId) -> JobSnapshot:
 
 
 def moving(bench: StoreBench) -> JobTransfer:
-    return cast("TransferableStore", bench.store).moving
+    return cast("TransferableStore", bench.store).job_transfer
 
 
 def renamed(kept: JobSnapshot, name: str, **changes: Any) -> JobSnapshot:
@@ -86,7 +86,7 @@ class JobTransferContract(UsesBench):
         later = await bench.enqueue()
         leased = [await bench.lease_next(B) for _ in range(5)]
         assert [each.job_id for each in leased if each] == [template.job.job_id, "z", "a", "m", later.job_id]
-        listed = await bench.store.records.listing(tenant=None, phase=None, limit=10, after=None)
+        listed = await bench.store.records.listing(RecordQuery(limit=10))
         assert [job.job_id for job in listed][1:4] == ["z", "a", "m"]
 
     async def test_a_job_taken_in_goes_on_where_it_stopped(self, bench: StoreBench) -> None:
@@ -137,7 +137,7 @@ class JobTransferContract(UsesBench):
         assert await bench.change(imported[1], retry) is not None
         assert await bench.peek() == [broken.job_id]
 
-    async def test_what_is_apart_moves_with_what_is_to_be_settled(self, bench: StoreBench) -> None:
+    async def test_an_unsettled_job_moves_with_its_settlement_pending(self, bench: StoreBench) -> None:
         waiting = await bench.enqueue(has_tenant_database=True)
         _, done = await bench.leased(has_tenant_database=True)
         ended = await bench.store.write(completion(done))
@@ -218,12 +218,12 @@ class JobTransferContract(UsesBench):
         jobs: list[Dispatch] = [await bench.enqueue(workflow_hash=WorkflowHash(name)) for name in "abca"]
         assert await moving(bench).discard(jobs) == [True] * 4
         assert await bench.lease_next() is None
-        assert await bench.store.records.listing(tenant=None, phase=None, limit=9, after=None) == []
+        assert await bench.store.records.listing(RecordQuery(limit=9)) == []
         fresh = await bench.enqueue(workflow_hash=WorkflowHash("a"))
         assert await bench.peek() == [fresh.job_id]
         assert await bench.store.position(fresh.job_id) == 0
 
-    async def test_lessons_and_virtual_times_can_be_read(self, bench: StoreBench) -> None:
+    async def test_workflow_stats_and_virtual_times_can_be_read(self, bench: StoreBench) -> None:
         assert await moving(bench).workflow_stats() == []
         workflow_stats = [
             WorkflowStats(WorkflowHash(name), {"card": MeanDuration(3.0, 1)}, 24.0)
@@ -232,7 +232,7 @@ class JobTransferContract(UsesBench):
         for stats in workflow_stats:
             await bench.store.put_workflow_stats(stats)
         assert await moving(bench).workflow_stats() == workflow_stats[1:]
-        assert (await bench.store.shares.of(tenant("ann"))).virtual_time == 0.0
+        assert (await bench.store.fair_share.get(tenant("ann"))).virtual_time == 0.0
         for seconds in (2.0, 0.5):
-            await bench.store.shares.charge(tenant("ann"), seconds)
-        assert (await bench.store.shares.of(tenant("ann"))).virtual_time == 2.5
+            await bench.store.fair_share.charge(tenant("ann"), seconds)
+        assert (await bench.store.fair_share.get(tenant("ann"))).virtual_time == 2.5

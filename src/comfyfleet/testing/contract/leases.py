@@ -41,6 +41,7 @@ from comfyfleet.testing.contract.store_bench import (
     tenant,
     unknown_class,
 )
+from comfyfleet.testing.leases import lease_next
 
 RAISED = RequirementClass(Requirements(models=("other",)))
 
@@ -125,7 +126,7 @@ class LeaseContract:
         urgent = await bench.enqueue(priority=1, tenant=tenant("ann"))
         low = await bench.enqueue(priority=-1)
         assert await bench.peek() == [each.job_id for each in (urgent, first, second, low)]
-        await bench.store.shares.charge(tenant("ann"), 10.0)
+        await bench.store.fair_share.charge(tenant("ann"), 10.0)
         assert await bench.peek() == [each.job_id for each in (urgent, second, first, low)]
         leased = [await bench.lease_next() for _ in range(4)]
         assert [each and each.job_id for each in leased] == [
@@ -219,7 +220,7 @@ class LeaseContract:
         job = await bench.enqueue()
         offer = bench.offer(poll="mine")
         assert await bench.store.leased_by_poll(offer.poll_id) is None
-        written = await bench.store.lease_next(offer)
+        written = await lease_next(bench.store, offer)
         assert written is not None
         assert await bench.store.leased_by_poll(offer.poll_id) == written.dispatch
         ref = written.dispatch.lease_ref()
@@ -247,11 +248,9 @@ class LeaseContract:
     ) -> None:
         _, ref = await bench.leased()
         forged: LeaseRef = msgspec.structs.replace(ref, **wrong)
-        offer = bench.offer()
         before = await bench.state()
         block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
         assert await bench.store.write(completion(forged, blocks=(block,))) is None
-        assert await bench.store.finish_and_lease_next(completion(forged), offer) == (None, None)
         (state,) = await bench.store.heartbeat([forged], 60)
         assert not state.is_alive
         assert await bench.state() == before
@@ -297,20 +296,6 @@ class LeaseContract:
         assert back is not None
         assert await bench.peek() == [first.job_id, second.job_id]
         assert await bench.peek(B, SLOW) == [first.job_id]
-
-    async def test_finishing_and_leasing_the_next_is_one_step(self, bench: StoreBench) -> None:
-        _, ref = await bench.leased()
-        waiting = await bench.enqueue()
-        finished, taken = await bench.store.finish_and_lease_next(completion(ref), bench.offer())
-        assert finished is not None
-        assert finished.dispatch.phase is Phase.COMPLETED
-        assert taken is not None
-        assert taken.dispatch.job_id == waiting.job_id
-        finished, taken = await bench.store.finish_and_lease_next(
-            completion(taken.dispatch.lease_ref()), bench.offer()
-        )
-        assert finished is not None
-        assert taken is None
 
     # heartbeats and due times
 
@@ -424,8 +409,8 @@ class LeaseContract:
         await bench.enqueue()
         await store.put_worker(_worker(FAST))
         end = completion(taken.dispatch.lease_ref())
-        finished, following = await store.finish_and_lease_next(end, bench.offer(A, SLOW))
-        assert finished is not None and following is None
+        assert await store.write(end) is not None
+        assert await bench.lease_next(A, SLOW) is None
         assert await bench.lease_next(A, FAST) is not None
         await bench.enqueue()
         await store.remove_worker(A)
@@ -437,7 +422,7 @@ class LeaseContract:
         jobs = {(await bench.enqueue()).job_id for _ in range(3)}
         await bench.store.put_worker(_worker(SLOW))
         offers = [bench.offer(worker, FAST) for worker in (B, A, B, A)]
-        written = await asyncio.gather(*(bench.store.lease_next(offer) for offer in offers))
+        written = await asyncio.gather(*(lease_next(bench.store, offer) for offer in offers))
         assert [each is not None for each in written] == [True, False, True, False]
         assert len(jobs - {each.dispatch.job_id for each in written if each is not None}) == 1
 

@@ -42,7 +42,9 @@ async def settle(bench: StoreBench, dispatch: Dispatch) -> Dispatch:
 class SettlementContract:
     # ends without a settlement
 
-    async def test_whatever_ends_apart_is_listed_by_id_and_nothing_else_is(self, bench: StoreBench) -> None:
+    async def test_ended_jobs_with_a_tenant_database_are_listed_by_id_and_no_others(
+        self, bench: StoreBench
+    ) -> None:
         await ended(bench)
         await bench.leased(has_tenant_database=True)
         await bench.enqueue(has_tenant_database=True)
@@ -55,7 +57,7 @@ class SettlementContract:
         leased, ref = await bench.leased(has_tenant_database=True)
         waiting = await bench.enqueue(has_tenant_database=True)
         _, last = await bench.leased(has_tenant_database=True)
-        finished, _ = await bench.store.finish_and_lease_next(completion(last), bench.offer())
+        finished = await bench.store.write(completion(last))
         for written in (await bench.cancel(leased), await bench.cancel(waiting), finished):
             assert written is not None
             found.append(written.dispatch)

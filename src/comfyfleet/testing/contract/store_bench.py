@@ -36,7 +36,8 @@ from comfyfleet.model.ids import (
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.policy.lifecycle import cancelled, completed
-from comfyfleet.ports import Clock, Peek, Store
+from comfyfleet.ports import Clock, Peek, RecordQuery, Store
+from comfyfleet.testing.leases import lease_next
 from comfyfleet.testing.time import ManualClock
 
 MakeStore = Callable[[Clock], Store]
@@ -99,7 +100,7 @@ class StoreBench:
         return LeaseOffer(worker, profile, poll_id, LeaseToken(f"token-{number}"), 60.0, 10.0)
 
     async def lease_next(self, worker: WorkerId = A, profile: ProfileKey = FAST) -> Dispatch | None:
-        written = await self.store.lease_next(self.offer(worker, profile))
+        written = await lease_next(self.store, self.offer(worker, profile))
         return None if written is None else written.dispatch
 
     async def leased(self, **fields: Any) -> tuple[Dispatch, LeaseRef]:
@@ -146,14 +147,14 @@ class StoreBench:
             "blocks": await store.blocks(),
             "due": (await store.next_due(), await store.next_block_end()),
             "paused": await store.is_queue_paused(),
-            "shares": [await store.shares.of(TenantId(name)) for name in ("default", "ann", "bob")],
-            "terms": (await store.shares.terms(), await store.shares.next_hold_end()),
+            "shares": [await store.fair_share.get(TenantId(name)) for name in ("default", "ann", "bob")],
+            "terms": (await store.fair_share.terms(), await store.fair_share.next_hold_end()),
             "dead": await store.dead_letter(1000),
             "unsettled": await store.unsettled(1000),
             "polls": [await store.leased_by_poll(poll) for poll in self.polls],
             "leases": [await store.leases_of(worker) for worker in (A, B)],
             "peeks": [await self.peek(worker, profile) for worker in (A, B) for profile in (FAST, SLOW)],
-            "listing": await store.records.listing(tenant=None, phase=None, limit=1000, after=None),
+            "listing": await store.records.listing(RecordQuery(limit=1000)),
             "jobs": [
                 (
                     await store.load(job_id),

@@ -17,6 +17,7 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import Account, FlatPrice, HoldId, Outcome
 from comfyfleet.policy import accounting
+from comfyfleet.ports import RecordQuery
 from comfyfleet.tenancy.database.port import OpenRound, RoundEnded, RoundStart, RoundStarted, TenantDatabase
 from comfyfleet.testing.contract.ledger_driver import ACME, BORG, DONE, KNOWN, REFUSED, SHORT, LedgerDriver
 from comfyfleet.testing.contract.tenant_documents import TenantDocumentsContract
@@ -323,7 +324,7 @@ class TenantDatabaseContract(TenantLedgerContract, TenantDocumentsContract):
 
         async def listed(phase: Phase | None, after: JobId | None, newest_first: bool) -> list[JobId]:
             found = await driver.database.listing(
-                tenant=ACME, phase=phase, limit=2, after=after, newest_first=newest_first
+                RecordQuery(tenant=ACME, phase=phase, limit=2, after=after, newest_first=newest_first)
             )
             return [each.job_id for each in found]
 

@@ -35,7 +35,7 @@ Behaviour = Callable[[NodeCall], Awaitable[NodeResult]]
 async def generic(call: NodeCall) -> NodeResult:
     """A class known only by its declaration: takes its time and passes on values of the right type."""
     if call.node_class.uses_gpu:
-        await bring_in(call, *call.inputs.values())
+        await load_models(call, *call.inputs.values())
     await call.work(call.node_class.cost_s)
     given = list(call.inputs.values())
     values = [_first(given, output) for output in call.node_class.outputs]
@@ -138,7 +138,7 @@ async def load_model(call: NodeCall) -> NodeResult:
         (name, spec.folder) for name, spec in call.node_class.required.items() if spec.folder is not None
     ]
     models = [find_model(call, folder, call.inputs[name]) for name, folder in named]
-    await bring_in(call, *models)
+    await load_models(call, *models)
     return NodeResult(values=(models[0],) * len(call.node_class.outputs))
 
 
@@ -151,12 +151,12 @@ async def apply_lora(call: NodeCall) -> NodeResult:
         else base
         for base in bases
     ]
-    await bring_in(call, lora)
+    await load_models(call, lora)
     return NodeResult(values=tuple(values))
 
 
 async def encode_text(call: NodeCall) -> NodeResult:
-    await bring_in(call, call.inputs["clip"])
+    await load_models(call, call.inputs["clip"])
     await call.work(call.node_class.cost_s)
     return NodeResult(values=(FakeConditioning(call.inputs["text"]),))
 
@@ -170,12 +170,12 @@ async def empty_latent(call: NodeCall) -> NodeResult:
 async def sample(call: NodeCall) -> NodeResult:
     latent: FakeLatent = call.inputs["latent_image"]
     steps: int = call.inputs["steps"]
-    await bring_in(call, call.inputs["model"], megapixels=latent.megapixels)
+    await load_models(call, call.inputs["model"], megapixels=latent.megapixels)
     step_seconds = call.machine.settings.step_seconds * max(latent.megapixels, 0.05)
     given_seed: int = call.inputs["seed"] if "seed" in call.inputs else call.inputs["noise_seed"]
     for step in range(1, steps + 1):
         if step == steps // 2 + 1:
-            await call.stall_if_told()
+            await call.stall_if_switched_on()
         await call.work(step_seconds)
         call.progress(step, steps, preview_seed=given_seed)
     seed = (given_seed * 31 + latent.seed + _text_number(call.inputs["positive"])) & 0xFFFFFFFF
@@ -184,7 +184,7 @@ async def sample(call: NodeCall) -> NodeResult:
 
 async def decode(call: NodeCall) -> NodeResult:
     latent: FakeLatent = call.inputs["samples"]
-    await bring_in(call, call.inputs["vae"], megapixels=latent.megapixels)
+    await load_models(call, call.inputs["vae"], megapixels=latent.megapixels)
     await call.work(call.node_class.cost_s * max(latent.megapixels, 0.05))
     image = FakeImage(width=latent.width, height=latent.height, batch=latent.batch, seed=latent.seed)
     return NodeResult(values=(image,))
@@ -192,7 +192,7 @@ async def decode(call: NodeCall) -> NodeResult:
 
 async def encode_image(call: NodeCall) -> NodeResult:
     image: FakeImage = call.inputs["pixels"]
-    await bring_in(call, call.inputs["vae"])
+    await load_models(call, call.inputs["vae"])
     await call.work(call.node_class.cost_s)
     latent = FakeLatent(
         width=image.width, height=image.height, batch=image.batch, seed=image.seed or image.color
@@ -290,11 +290,11 @@ def find_model(call: NodeCall, folder: str, name: str) -> FakeModel:
     return FakeModel(folder=folder, name=name, size_gb=size_gb)
 
 
-async def bring_in(call: NodeCall, *values: Any, megapixels: float = 0.0) -> None:
+async def load_models(call: NodeCall, *values: Any, megapixels: float = 0.0) -> None:
     """Loads the models among these values onto the card, with working memory, and waits for it."""
     settings = call.machine.settings
     models = [value for value in values if isinstance(value, FakeModel)]
-    loaded_gb = call.machine.gpu.bring_in(models, megapixels * settings.working_gb_per_megapixel)
+    loaded_gb = call.machine.gpu.load_models(models, megapixels * settings.working_gb_per_megapixel)
     if loaded_gb:
         await call.sleep(loaded_gb * settings.load_seconds_per_gb)
 

@@ -112,7 +112,7 @@ class NodeClass(msgspec.Struct, frozen=True, kw_only=True):
         return printed
 
 
-def of(type_name: str, **options: Any) -> InputSpec:
+def input_of(type_name: str, **options: Any) -> InputSpec:
     """An input of a type."""
     return InputSpec(type=type_name, options=options)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfyfleet.testing.fake_comfyui.catalogue import INPUT_IMAGES, NodeClass, choice, combo, files, of
+from comfyfleet.testing.fake_comfyui.catalogue import INPUT_IMAGES, NodeClass, choice, combo, files, input_of
 
 _SAVES: dict[str, str] = {"prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"}
 _PREFIX_TIP = (
@@ -42,10 +42,10 @@ def _image_nodes() -> list[NodeClass]:
         NodeClass(
             name="EmptyImage",
             required={
-                "width": of("INT", **pixels),
-                "height": of("INT", **pixels),
-                "batch_size": of("INT", default=1, min=1, max=4096),
-                "color": of("INT", default=0, min=0, max=0xFFFFFF, step=1, display="color"),
+                "width": input_of("INT", **pixels),
+                "height": input_of("INT", **pixels),
+                "batch_size": input_of("INT", default=1, min=1, max=4096),
+                "color": input_of("INT", default=0, min=0, max=0xFFFFFF, step=1, display="color"),
             },
             outputs=("IMAGE",),
             behaviour="empty_image",
@@ -53,7 +53,7 @@ def _image_nodes() -> list[NodeClass]:
         NodeClass(
             name="ImageInvert",
             display_name="Invert Image",
-            required={"image": of("IMAGE")},
+            required={"image": input_of("IMAGE")},
             outputs=("IMAGE",),
             behaviour="invert",
         ),
@@ -61,10 +61,10 @@ def _image_nodes() -> list[NodeClass]:
             name="ImageScale",
             display_name="Upscale Image",
             required={
-                "image": of("IMAGE"),
+                "image": input_of("IMAGE"),
                 "upscale_method": choice("nearest-exact", "bilinear", "area", "bicubic", "lanczos"),
-                "width": of("INT", **scaled),
-                "height": of("INT", **scaled),
+                "width": input_of("INT", **scaled),
+                "height": input_of("INT", **scaled),
                 "crop": choice("disabled", "center"),
             },
             outputs=("IMAGE",),
@@ -83,8 +83,8 @@ def _image_nodes() -> list[NodeClass]:
             display_name="Save Image",
             description="Saves the input images to your ComfyUI output directory.",
             required={
-                "images": of("IMAGE", tooltip="The images to save."),
-                "filename_prefix": of("STRING", default="ComfyUI", tooltip=_PREFIX_TIP),
+                "images": input_of("IMAGE", tooltip="The images to save."),
+                "filename_prefix": input_of("STRING", default="ComfyUI", tooltip=_PREFIX_TIP),
             },
             hidden=_SAVES,
             output_node=True,
@@ -94,14 +94,14 @@ def _image_nodes() -> list[NodeClass]:
             name="PreviewImage",
             display_name="Preview Image",
             description="Saves the input images to your ComfyUI output directory.",
-            required={"images": of("IMAGE")},
+            required={"images": input_of("IMAGE")},
             hidden=_SAVES,
             output_node=True,
             behaviour="preview_image",
         ),
         NodeClass(
             name="SaveImageWebsocket",
-            required={"images": of("IMAGE")},
+            required={"images": input_of("IMAGE")},
             category="api/image",
             python_module="custom_nodes.websocket_image_save",
             output_node=True,
@@ -162,11 +162,11 @@ def _model_nodes() -> list[NodeClass]:
             display_name="Load LoRA",
             description="LoRAs are used to modify diffusion and CLIP models.",
             required={
-                "model": of("MODEL", tooltip="The diffusion model the LoRA will be applied to."),
-                "clip": of("CLIP", tooltip="The CLIP model the LoRA will be applied to."),
+                "model": input_of("MODEL", tooltip="The diffusion model the LoRA will be applied to."),
+                "clip": input_of("CLIP", tooltip="The CLIP model the LoRA will be applied to."),
                 "lora_name": files("loras", tooltip="The name of the LoRA."),
-                "strength_model": of("FLOAT", default=1.0, min=-100.0, max=100.0, step=0.01),
-                "strength_clip": of("FLOAT", default=1.0, min=-100.0, max=100.0, step=0.01),
+                "strength_model": input_of("FLOAT", default=1.0, min=-100.0, max=100.0, step=0.01),
+                "strength_clip": input_of("FLOAT", default=1.0, min=-100.0, max=100.0, step=0.01),
             },
             outputs=("MODEL", "CLIP"),
             output_tooltips=("The modified diffusion model.", "The modified CLIP model."),
@@ -177,8 +177,10 @@ def _model_nodes() -> list[NodeClass]:
             name="CLIPTextEncode",
             display_name="CLIP Text Encode (Prompt)",
             required={
-                "text": of("STRING", multiline=True, dynamicPrompts=True, tooltip="The text to be encoded."),
-                "clip": of("CLIP", tooltip="The CLIP model used for encoding the text."),
+                "text": input_of(
+                    "STRING", multiline=True, dynamicPrompts=True, tooltip="The text to be encoded."
+                ),
+                "clip": input_of("CLIP", tooltip="The CLIP model used for encoding the text."),
             },
             outputs=("CONDITIONING",),
             category="conditioning",
@@ -197,9 +199,9 @@ def _latent_nodes() -> list[NodeClass]:
             display_name="Empty Latent Image",
             description="Create a new batch of empty latent images to be denoised via sampling.",
             required={
-                "width": of("INT", **edge, tooltip="The width of the latent images in pixels."),
-                "height": of("INT", **edge, tooltip="The height of the latent images in pixels."),
-                "batch_size": of("INT", default=1, min=1, max=4096),
+                "width": input_of("INT", **edge, tooltip="The width of the latent images in pixels."),
+                "height": input_of("INT", **edge, tooltip="The height of the latent images in pixels."),
+                "batch_size": input_of("INT", default=1, min=1, max=4096),
             },
             outputs=("LATENT",),
             category="latent",
@@ -209,16 +211,18 @@ def _latent_nodes() -> list[NodeClass]:
             name="KSampler",
             description="Uses the provided model, positive and negative conditioning to denoise the latent image.",
             required={
-                "model": of("MODEL", tooltip="The model used for denoising the input latent."),
-                "seed": of("INT", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True),
-                "steps": of("INT", default=20, min=1, max=10000),
-                "cfg": of("FLOAT", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01),
+                "model": input_of("MODEL", tooltip="The model used for denoising the input latent."),
+                "seed": input_of(
+                    "INT", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True
+                ),
+                "steps": input_of("INT", default=20, min=1, max=10000),
+                "cfg": input_of("FLOAT", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01),
                 "sampler_name": choice(*SAMPLERS),
                 "scheduler": choice(*SCHEDULERS),
-                "positive": of("CONDITIONING"),
-                "negative": of("CONDITIONING"),
-                "latent_image": of("LATENT", tooltip="The latent image to denoise."),
-                "denoise": of("FLOAT", default=1.0, min=0.0, max=1.0, step=0.01),
+                "positive": input_of("CONDITIONING"),
+                "negative": input_of("CONDITIONING"),
+                "latent_image": input_of("LATENT", tooltip="The latent image to denoise."),
+                "denoise": input_of("FLOAT", default=1.0, min=0.0, max=1.0, step=0.01),
             },
             outputs=("LATENT",),
             output_tooltips=("The denoised latent.",),
@@ -231,8 +235,8 @@ def _latent_nodes() -> list[NodeClass]:
             display_name="VAE Decode",
             description="Decodes latent images back into pixel space images.",
             required={
-                "samples": of("LATENT", tooltip="The latent to be decoded."),
-                "vae": of("VAE", tooltip="The VAE model used for decoding the latent."),
+                "samples": input_of("LATENT", tooltip="The latent to be decoded."),
+                "vae": input_of("VAE", tooltip="The VAE model used for decoding the latent."),
             },
             outputs=("IMAGE",),
             output_tooltips=("The decoded image.",),
@@ -244,7 +248,7 @@ def _latent_nodes() -> list[NodeClass]:
         NodeClass(
             name="VAEEncode",
             display_name="VAE Encode",
-            required={"pixels": of("IMAGE"), "vae": of("VAE")},
+            required={"pixels": input_of("IMAGE"), "vae": input_of("VAE")},
             outputs=("LATENT",),
             category="latent",
             behaviour="encode_image",
@@ -253,7 +257,10 @@ def _latent_nodes() -> list[NodeClass]:
         ),
         NodeClass(
             name="SaveLatent",
-            required={"samples": of("LATENT"), "filename_prefix": of("STRING", default="latents/ComfyUI")},
+            required={
+                "samples": input_of("LATENT"),
+                "filename_prefix": input_of("STRING", default="latents/ComfyUI"),
+            },
             hidden=_SAVES,
             category="_for_testing",
             output_node=True,
@@ -267,11 +274,11 @@ def _media_nodes() -> list[NodeClass]:
         NodeClass(
             name="SaveAnimatedWEBP",
             required={
-                "images": of("IMAGE"),
-                "filename_prefix": of("STRING", default="ComfyUI"),
-                "fps": of("FLOAT", default=6.0, min=0.01, max=1000.0, step=0.01),
-                "lossless": of("BOOLEAN", default=True),
-                "quality": of("INT", default=80, min=0, max=100),
+                "images": input_of("IMAGE"),
+                "filename_prefix": input_of("STRING", default="ComfyUI"),
+                "fps": input_of("FLOAT", default=6.0, min=0.01, max=1000.0, step=0.01),
+                "lossless": input_of("BOOLEAN", default=True),
+                "quality": input_of("INT", default=80, min=0, max=100),
                 "method": combo("default", "fastest", "slowest"),
             },
             hidden=_SAVES,
@@ -285,10 +292,10 @@ def _media_nodes() -> list[NodeClass]:
             display_name="Create Video",
             description="Create a video from images.",
             required={
-                "images": of("IMAGE", tooltip="The images to create a video from."),
-                "fps": of("FLOAT", default=30.0, min=1.0, max=120.0, step=1.0),
+                "images": input_of("IMAGE", tooltip="The images to create a video from."),
+                "fps": input_of("FLOAT", default=30.0, min=1.0, max=120.0, step=1.0),
             },
-            optional={"audio": of("AUDIO", tooltip="The audio to add to the video.")},
+            optional={"audio": input_of("AUDIO", tooltip="The audio to add to the video.")},
             outputs=("VIDEO",),
             category="image/video",
             python_module="comfy_extras.nodes_video",
@@ -299,8 +306,8 @@ def _media_nodes() -> list[NodeClass]:
             display_name="Save Video",
             description="Saves the input images to your ComfyUI output directory.",
             required={
-                "video": of("VIDEO", tooltip="The video to save."),
-                "filename_prefix": of("STRING", default="video/ComfyUI", tooltip=_PREFIX_TIP),
+                "video": input_of("VIDEO", tooltip="The video to save."),
+                "filename_prefix": input_of("STRING", default="video/ComfyUI", tooltip=_PREFIX_TIP),
                 "format": combo("auto", "mp4", default="auto"),
                 "codec": combo("auto", "h264", default="auto"),
             },
@@ -314,9 +321,9 @@ def _media_nodes() -> list[NodeClass]:
             name="EmptyAudio",
             display_name="Empty Audio",
             required={
-                "duration": of("FLOAT", default=60.0, min=0.0, max=0xFFFFFFFFFFFFFFFF, step=0.01),
-                "sample_rate": of("INT", default=44100, min=1, max=192000),
-                "channels": of("INT", default=2, min=1, max=2),
+                "duration": input_of("FLOAT", default=60.0, min=0.0, max=0xFFFFFFFFFFFFFFFF, step=0.01),
+                "sample_rate": input_of("INT", default=44100, min=1, max=192000),
+                "channels": input_of("INT", default=2, min=1, max=2),
             },
             outputs=("AUDIO",),
             category="audio",
@@ -326,7 +333,10 @@ def _media_nodes() -> list[NodeClass]:
         NodeClass(
             name="SaveAudio",
             display_name="Save Audio (FLAC)",
-            required={"audio": of("AUDIO"), "filename_prefix": of("STRING", default="audio/ComfyUI")},
+            required={
+                "audio": input_of("AUDIO"),
+                "filename_prefix": input_of("STRING", default="audio/ComfyUI"),
+            },
             hidden=_SAVES,
             category="audio",
             python_module="comfy_extras.nodes_audio",
@@ -336,7 +346,7 @@ def _media_nodes() -> list[NodeClass]:
         NodeClass(
             name="PreviewAny",
             display_name="Preview as Text",
-            required={"source": of("*")},
+            required={"source": input_of("*")},
             category="utils",
             python_module="comfy_extras.nodes_preview_any",
             output_node=True,

@@ -17,7 +17,7 @@ import msgspec
 from comfyfleet.testing.fake_comfyui.behaviours import core_behaviours
 from comfyfleet.testing.fake_comfyui.errors import Interrupted, NodeError, OutOfMemory, WorkerDied
 from comfyfleet.testing.fake_comfyui.faults import THREAD_KILLERS
-from comfyfleet.testing.fake_comfyui.graph import Schedule, is_link, never_the_same, signatures
+from comfyfleet.testing.fake_comfyui.graph import Schedule, is_link, signatures, uncacheable_key
 from comfyfleet.testing.fake_comfyui.lab_behaviours import lab_behaviours
 from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 from comfyfleet.testing.fake_comfyui.prompt_queue import Item
@@ -81,11 +81,11 @@ class Executor:
         run = FakeRun(machine, prompt_id, graph, {**public_data, **hidden})
         machine.is_interrupted = False
         machine.sockets.client_id = run.extra_data.get("client_id")
-        run.tell("execution_start", {"prompt_id": prompt_id})
+        run.send("execution_start", {"prompt_id": prompt_id})
         keys = signatures(graph, self._fingerprint)
         self._forget_all_but(run, set(keys.values()))
         cached = [node_id for node_id in graph if keys[node_id] in self._cache]
-        run.tell("execution_cached", {"nodes": cached, "prompt_id": prompt_id})
+        run.send("execution_cached", {"nodes": cached, "prompt_id": prompt_id})
         line.outcome = await _Course(self, run, keys).go(outputs)
         line.ended_at = machine.clock.now()
         machine.sockets.last_node_id = None
@@ -100,7 +100,7 @@ class Executor:
             "messages": run.messages,
         }
         machine.queue.finish(task, result, status)
-        run.tell_client("executing", {"node": None, "prompt_id": prompt_id})
+        run.send_to_client("executing", {"node": None, "prompt_id": prompt_id})
 
     def _forget_all_but(self, run: FakeRun, keys: set[str]) -> None:
         # Like ComfyUI, the fake keeps only the results of the last prompt.
@@ -111,10 +111,12 @@ class Executor:
     def _fingerprint(self, class_type: str, inputs: dict[str, Any]) -> str:
         node_class = self._machine.catalogue[class_type]
         if node_class.always_runs:
-            return never_the_same()
+            return uncacheable_key()
         if node_class.behaviour == "load_image":
             path = self._machine.disk.find_input(str(inputs.get("image")))
-            return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path else never_the_same()
+            return (
+                hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path else uncacheable_key()
+            )
         return ""
 
     def kept(self, key: str | None) -> _Kept | None:
@@ -140,7 +142,7 @@ class Executor:
         if call.node_class.uses_gpu and faults.takes_one("out_of_memory"):
             raise OutOfMemory
         if call.node_class.behaviour not in ("sample", "lab_slow"):
-            await call.stall_if_told()
+            await call.stall_if_switched_on()
         self._machine.stats.executes(call.node_class.name)
         return await self._behaviours[call.node_class.behaviour](call)
 
@@ -188,7 +190,7 @@ class _Course:
             for task in self._background.values():
                 task.cancel()
             await asyncio.gather(*self._background.values(), return_exceptions=True)
-        self._run.tell("execution_success", {"prompt_id": self._run.prompt_id})
+        self._run.send("execution_success", {"prompt_id": self._run.prompt_id})
         return "success"
 
     async def _next_node(self) -> str:
@@ -240,7 +242,7 @@ class _Course:
         if run.client_id is not None:
             self._machine.sockets.last_node_id = run.display_id(node_id)
             data = {"node": node_id, "display_node": run.display_id(node_id), "prompt_id": run.prompt_id}
-            run.tell_client("executing", data)
+            run.send_to_client("executing", data)
         run.check_interrupt()
         blocker = next((value for value in inputs.values() if isinstance(value, Blocker)), None)
         if blocker is not None:
@@ -303,13 +305,13 @@ class _Course:
         run.ui_outputs[node_id] = {"meta": run.meta(node_id), "output": output}
         display = run.display_id(node_id)
         data = {"node": node_id, "display_node": display, "output": output, "prompt_id": run.prompt_id}
-        run.tell_client("executed", data)
+        run.send_to_client("executed", data)
 
     def _show_cached(self, node_id: str, cached: _Kept) -> None:
         run = self._run
         output = cached.shown["output"] if cached.shown is not None else None
         data = {"node": node_id, "display_node": node_id, "output": output, "prompt_id": run.prompt_id}
-        run.tell_client("executed", data)
+        run.send_to_client("executed", data)
         is_told = run.client_id is not None or self._machine.behaviour.cached_outputs_without_client
         if cached.shown is not None and is_told:
             run.ui_outputs[node_id] = cached.shown
@@ -331,7 +333,7 @@ class _Course:
         self._machine.sockets.post("execution_error", error, self._run.client_id)
 
     def _tell_interrupted(self, node_id: str) -> None:
-        self._run.tell("execution_interrupted", self._where(node_id), to_everybody=True)
+        self._run.send("execution_interrupted", self._where(node_id), is_broadcast=True)
 
     def _tell_failed(self, node_id: str, error: NodeError) -> None:
         if isinstance(error, OutOfMemory):
@@ -347,7 +349,7 @@ class _Course:
             "current_inputs": self._current_inputs,
             "current_outputs": list(self._run.graph),
         }
-        self._run.tell("execution_error", {**self._where(node_id), **details})
+        self._run.send("execution_error", {**self._where(node_id), **details})
 
     def _where(self, node_id: str) -> dict[str, Any]:
         real_id = self._run.display_id(node_id)

@@ -26,7 +26,7 @@ class FileRoutes:
         self._machine = machine
         self._disk = machine.disk
 
-    def twins(self) -> list[web.RouteDef]:
+    def aliased_routes(self) -> list[web.RouteDef]:
         """Routes that also exist below `/api`."""
         return [
             web.get("/view", self.view),

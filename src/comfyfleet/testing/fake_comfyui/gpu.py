@@ -29,7 +29,7 @@ class FakeGpu:
     def free_gb(self) -> float:
         return self.vram_gb - sum(self._resident.values())
 
-    def bring_in(self, models: Iterable[FakeModel], working_gb: float = 0.0) -> float:
+    def load_models(self, models: Iterable[FakeModel], working_gb: float = 0.0) -> float:
         """Puts models and working memory on the card and returns the gigabytes that were loaded."""
         needed: dict[str, float] = {}
         for model in models:

@@ -109,7 +109,7 @@ def signatures(graph: Graph, fingerprint: Callable[[str, dict[str, Any]], str]) 
         if node_id in found:
             return found[node_id]
         if node_id in path or node_id not in graph:
-            return never_the_same()
+            return uncacheable_key()
         node = graph[node_id]
         inputs: dict[str, Any] = node["inputs"]
         parts: list[Any] = [node["class_type"], fingerprint(node["class_type"], inputs)]
@@ -123,6 +123,6 @@ def signatures(graph: Graph, fingerprint: Callable[[str, dict[str, Any]], str]) 
     return {node_id: sign(node_id, ()) for node_id in graph}
 
 
-def never_the_same() -> str:
+def uncacheable_key() -> str:
     """A key that keeps a node, and all that depend on it, out of the cache."""
     return uuid.uuid4().hex

@@ -54,7 +54,7 @@ class InfoRoutes:
     def __init__(self, machine: FakeMachine) -> None:
         self._machine = machine
 
-    def twins(self) -> list[web.RouteDef]:
+    def aliased_routes(self) -> list[web.RouteDef]:
         """Routes that also exist below `/api`."""
         routes = [
             web.get("/system_stats", self.system_stats),

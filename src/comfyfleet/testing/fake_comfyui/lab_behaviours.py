@@ -42,7 +42,7 @@ async def lab_slow(call: NodeCall) -> NodeResult:
     steps: int = call.inputs["steps"]
     for step in range(1, steps + 1):
         if step == steps // 2 + 1:
-            await call.stall_if_told()
+            await call.stall_if_switched_on()
         await call.sleep(call.inputs["step_seconds"])
         call.progress(step, steps, preview_seed=call.inputs["seed"] if call.inputs["preview"] else None)
     return _picture(call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfyfleet.testing.fake_comfyui.catalogue import NodeClass, choice, of
+from comfyfleet.testing.fake_comfyui.catalogue import NodeClass, choice, input_of
 
 _MODULE = "custom_nodes.lab_nodes"
 _SECONDS: dict[str, Any] = {"default": 1.0, "min": 0.0, "max": 3600.0}
@@ -21,15 +21,15 @@ def _lab(name: str, **fields: Any) -> NodeClass:
 
 def lab_node_classes() -> list[NodeClass]:
     """The test classes; leave them out of `FakeSettings.node_classes` for a server without them."""
-    seed = of("INT", **_SEED)
-    seconds = of("FLOAT", **_SECONDS)
+    seed = input_of("INT", **_SEED)
+    seconds = input_of("FLOAT", **_SECONDS)
     return [
         _lab(
             "LabSlow",
             required={
-                "steps": of("INT", default=4, min=1, max=10000),
-                "step_seconds": of("FLOAT", default=0.1, min=0.0, max=600.0),
-                "preview": of("BOOLEAN", default=False),
+                "steps": input_of("INT", default=4, min=1, max=10000),
+                "step_seconds": input_of("FLOAT", default=0.1, min=0.0, max=600.0),
+                "preview": input_of("BOOLEAN", default=False),
                 "seed": seed,
             },
             outputs=("IMAGE",),
@@ -41,7 +41,7 @@ def lab_node_classes() -> list[NodeClass]:
         ),
         _lab(
             "LabBlockOut",
-            required={"seconds": seconds, "seed": seed, "image": of("IMAGE")},
+            required={"seconds": seconds, "seed": seed, "image": input_of("IMAGE")},
             output_node=True,
             behaviour="lab_block_out",
         ),
@@ -53,13 +53,13 @@ def lab_node_classes() -> list[NodeClass]:
                 ),
                 "seed": seed,
             },
-            optional={"image": of("IMAGE")},
+            optional={"image": input_of("IMAGE")},
             outputs=("IMAGE",),
             behaviour="lab_fail",
         ),
         _lab(
             "LabBlocker",
-            required={"message": of("STRING", default="")},
+            required={"message": input_of("STRING", default="")},
             outputs=("IMAGE",),
             behaviour="lab_blocker",
         ),
@@ -67,7 +67,7 @@ def lab_node_classes() -> list[NodeClass]:
             "LabUi",
             required={
                 "kind": choice("gifs", "nested", "empty", "progress text", "nan", "bytes", "big"),
-                "size": of("INT", default=1, min=0, max=1_000_000_000),
+                "size": input_of("INT", default=1, min=0, max=1_000_000_000),
                 "seed": seed,
             },
             output_node=True,
@@ -76,11 +76,11 @@ def lab_node_classes() -> list[NodeClass]:
         _lab(
             "LabFile",
             required={
-                "filename_prefix": of("STRING", default="lab"),
-                "size": of("INT", default=1024, min=0, max=1 << 40),
+                "filename_prefix": input_of("STRING", default="lab"),
+                "size": input_of("INT", default=1024, min=0, max=1 << 40),
                 "seed": seed,
             },
-            optional={"file": of("STRING", default="")},
+            optional={"file": input_of("STRING", default="")},
             output_node=True,
             behaviour="lab_file",
         ),
@@ -103,10 +103,10 @@ def lab_node_classes() -> list[NodeClass]:
             name="VHS_VideoCombine",
             display_name="Video Combine",
             required={
-                "images": of("IMAGE"),
-                "frame_rate": of("FLOAT", default=8.0, min=1.0, max=120.0),
-                "filename_prefix": of("STRING", default="AnimateDiff"),
-                "save_output": of("BOOLEAN", default=True),
+                "images": input_of("IMAGE"),
+                "frame_rate": input_of("FLOAT", default=8.0, min=1.0, max=120.0),
+                "filename_prefix": input_of("STRING", default="AnimateDiff"),
+                "save_output": input_of("BOOLEAN", default=True),
             },
             category="Video Helper Suite",
             python_module="custom_nodes.ComfyUI-VideoHelperSuite",

@@ -27,7 +27,7 @@ class PromptRoutes:
         self._machine = machine
         self._queue = machine.queue
 
-    def twins(self) -> list[web.RouteDef]:
+    def aliased_routes(self) -> list[web.RouteDef]:
         """Routes that also exist below `/api`."""
         return [
             web.get("/ws", self.websocket),

@@ -79,14 +79,14 @@ class FakeRun:
         parent = self._parents.get(node_id)
         return {"node_id": node_id, "display_node": display, "parent_node": parent, "real_node_id": display}
 
-    def tell(self, event: str, data: dict[str, Any], to_everybody: bool = False) -> None:
+    def send(self, event: str, data: dict[str, Any], is_broadcast: bool = False) -> None:
         """Sends a message that also goes into the history."""
         stamped = {**data, "timestamp": int(time.time() * 1000)}
         self.messages.append([event, stamped])
-        if self.client_id is not None or to_everybody:
+        if self.client_id is not None or is_broadcast:
             self.machine.sockets.post(event, stamped, self.client_id)
 
-    def tell_client(self, event: str, data: dict[str, Any]) -> None:
+    def send_to_client(self, event: str, data: dict[str, Any]) -> None:
         """Sends a message only to the client that queued the prompt."""
         if self.client_id is not None:
             self.machine.sockets.post(event, data, self.client_id)
@@ -182,7 +182,7 @@ class NodeCall:
         """Shows a line of text at the node to all clients."""
         self.machine.sockets.post("text", text_frame(self.node_id, text))
 
-    async def stall_if_told(self) -> None:
+    async def stall_if_switched_on(self) -> None:
         """Waits while the stall switch names this node."""
         while self.machine.faults.stall in (self.node_class.name, self.node_id):
             await self.machine.signal.wait()

@@ -232,7 +232,7 @@ def _make_app(machine: FakeMachine) -> web.Application:
         middlewares=[_own_faults(machine), _same_origin],
     )
     prompts, info = PromptRoutes(machine), InfoRoutes(machine)
-    twins = [*prompts.twins(), *FileRoutes(machine).twins(), *info.twins()]
+    twins = [*prompts.aliased_routes(), *FileRoutes(machine).aliased_routes(), *info.aliased_routes()]
     app.add_routes(ControlRoutes(machine).routes())
     app.add_routes(prompts.job_routes())
     app.add_routes([web.route(twin.method, f"/api{twin.path}", twin.handler) for twin in twins])

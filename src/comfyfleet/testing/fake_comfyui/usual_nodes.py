@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfyfleet.testing.fake_comfyui.catalogue import NodeClass, choice, combo, files, of
+from comfyfleet.testing.fake_comfyui.catalogue import NodeClass, choice, combo, files, input_of
 from comfyfleet.testing.fake_comfyui.core_nodes import SAMPLERS, SCHEDULERS
 
 _EDGE: dict[str, Any] = {"default": 1024, "min": 16, "max": 16384, "step": 8}
@@ -21,9 +21,9 @@ def _loaders() -> list[NodeClass]:
         NodeClass(
             name="LoraLoaderModelOnly",
             required={
-                "model": of("MODEL"),
+                "model": input_of("MODEL"),
                 "lora_name": files("loras"),
-                "strength_model": of("FLOAT", default=1.0, min=-100.0, max=100.0, step=0.01),
+                "strength_model": input_of("FLOAT", default=1.0, min=-100.0, max=100.0, step=0.01),
             },
             outputs=("MODEL",),
             category="loaders",
@@ -69,14 +69,14 @@ def _loaders() -> list[NodeClass]:
 
 
 def _conditioning() -> list[NodeClass]:
-    share = of("FLOAT", default=0.0, min=0.0, max=1.0, step=0.001)
+    share = input_of("FLOAT", default=0.0, min=0.0, max=1.0, step=0.001)
     return [
         NodeClass(
             name="CLIPSetLastLayer",
             display_name="CLIP Set Last Layer",
             required={
-                "clip": of("CLIP"),
-                "stop_at_clip_layer": of("INT", default=-1, min=-24, max=-1, step=1),
+                "clip": input_of("CLIP"),
+                "stop_at_clip_layer": input_of("INT", default=-1, min=-24, max=-1, step=1),
             },
             outputs=("CLIP",),
             category="conditioning",
@@ -84,21 +84,21 @@ def _conditioning() -> list[NodeClass]:
         NodeClass(
             name="ConditioningCombine",
             display_name="Conditioning (Combine)",
-            required={"conditioning_1": of("CONDITIONING"), "conditioning_2": of("CONDITIONING")},
+            required={"conditioning_1": input_of("CONDITIONING"), "conditioning_2": input_of("CONDITIONING")},
             outputs=("CONDITIONING",),
             category="conditioning",
         ),
         NodeClass(
             name="ConditioningZeroOut",
-            required={"conditioning": of("CONDITIONING")},
+            required={"conditioning": input_of("CONDITIONING")},
             outputs=("CONDITIONING",),
             category="advanced/conditioning",
         ),
         NodeClass(
             name="FluxGuidance",
             required={
-                "conditioning": of("CONDITIONING"),
-                "guidance": of("FLOAT", default=3.5, min=0.0, max=100.0, step=0.1),
+                "conditioning": input_of("CONDITIONING"),
+                "guidance": input_of("FLOAT", default=3.5, min=0.0, max=100.0, step=0.1),
             },
             outputs=("CONDITIONING",),
             category="advanced/conditioning/flux",
@@ -108,15 +108,15 @@ def _conditioning() -> list[NodeClass]:
             name="ControlNetApplyAdvanced",
             display_name="Apply ControlNet",
             required={
-                "positive": of("CONDITIONING"),
-                "negative": of("CONDITIONING"),
-                "control_net": of("CONTROL_NET"),
-                "image": of("IMAGE"),
-                "strength": of("FLOAT", default=1.0, min=0.0, max=10.0, step=0.01),
+                "positive": input_of("CONDITIONING"),
+                "negative": input_of("CONDITIONING"),
+                "control_net": input_of("CONTROL_NET"),
+                "image": input_of("IMAGE"),
+                "strength": input_of("FLOAT", default=1.0, min=0.0, max=10.0, step=0.01),
                 "start_percent": share,
                 "end_percent": share,
             },
-            optional={"vae": of("VAE")},
+            optional={"vae": input_of("VAE")},
             outputs=("CONDITIONING", "CONDITIONING"),
             category="conditioning/controlnet",
             uses_gpu=True,
@@ -125,14 +125,14 @@ def _conditioning() -> list[NodeClass]:
 
 
 def _latents() -> list[NodeClass]:
-    seed = of("INT", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True)
+    seed = input_of("INT", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True)
     return [
         NodeClass(
             name="EmptySD3LatentImage",
             required={
-                "width": of("INT", **_EDGE),
-                "height": of("INT", **_EDGE),
-                "batch_size": of("INT", default=1, min=1, max=4096),
+                "width": input_of("INT", **_EDGE),
+                "height": input_of("INT", **_EDGE),
+                "batch_size": input_of("INT", default=1, min=1, max=4096),
             },
             outputs=("LATENT",),
             category="latent/sd3",
@@ -143,10 +143,10 @@ def _latents() -> list[NodeClass]:
             name="LatentUpscale",
             display_name="Upscale Latent",
             required={
-                "samples": of("LATENT"),
+                "samples": input_of("LATENT"),
                 "upscale_method": choice(*_METHODS),
-                "width": of("INT", **_SCALED),
-                "height": of("INT", **_SCALED),
+                "width": input_of("INT", **_SCALED),
+                "height": input_of("INT", **_SCALED),
                 "crop": choice("disabled", "center"),
             },
             outputs=("LATENT",),
@@ -164,18 +164,18 @@ def _latents() -> list[NodeClass]:
             name="KSamplerAdvanced",
             display_name="KSampler (Advanced)",
             required={
-                "model": of("MODEL"),
+                "model": input_of("MODEL"),
                 "add_noise": choice("enable", "disable"),
                 "noise_seed": seed,
-                "steps": of("INT", default=20, min=1, max=10000),
-                "cfg": of("FLOAT", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01),
+                "steps": input_of("INT", default=20, min=1, max=10000),
+                "cfg": input_of("FLOAT", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01),
                 "sampler_name": choice(*SAMPLERS),
                 "scheduler": choice(*SCHEDULERS),
-                "positive": of("CONDITIONING"),
-                "negative": of("CONDITIONING"),
-                "latent_image": of("LATENT"),
-                "start_at_step": of("INT", default=0, min=0, max=10000),
-                "end_at_step": of("INT", default=10000, min=0, max=10000),
+                "positive": input_of("CONDITIONING"),
+                "negative": input_of("CONDITIONING"),
+                "latent_image": input_of("LATENT"),
+                "start_at_step": input_of("INT", default=0, min=0, max=10000),
+                "end_at_step": input_of("INT", default=10000, min=0, max=10000),
                 "return_with_leftover_noise": choice("disable", "enable"),
             },
             outputs=("LATENT",),
@@ -192,9 +192,9 @@ def _images() -> list[NodeClass]:
             name="ImageScaleBy",
             display_name="Upscale Image By",
             required={
-                "image": of("IMAGE"),
+                "image": input_of("IMAGE"),
                 "upscale_method": choice("nearest-exact", "bilinear", "area", "bicubic", "lanczos"),
-                "scale_by": of("FLOAT", default=1.0, min=0.01, max=8.0, step=0.01),
+                "scale_by": input_of("FLOAT", default=1.0, min=0.01, max=8.0, step=0.01),
             },
             outputs=("IMAGE",),
             category="image/upscaling",
@@ -203,10 +203,10 @@ def _images() -> list[NodeClass]:
         NodeClass(
             name="ImageScaleToTotalPixels",
             required={
-                "image": of("IMAGE"),
+                "image": input_of("IMAGE"),
                 "upscale_method": combo("nearest-exact", "bilinear", "area", "bicubic", "lanczos"),
-                "megapixels": of("FLOAT", default=1.0, min=0.01, max=16.0, step=0.01),
-                "resolution_steps": of("INT", default=1, min=1, max=256),
+                "megapixels": input_of("FLOAT", default=1.0, min=0.01, max=16.0, step=0.01),
+                "resolution_steps": input_of("INT", default=1, min=1, max=256),
             },
             outputs=("IMAGE",),
             category="image/upscaling",
@@ -216,7 +216,7 @@ def _images() -> list[NodeClass]:
         NodeClass(
             name="ImageUpscaleWithModel",
             display_name="Upscale Image (using Model)",
-            required={"upscale_model": of("UPSCALE_MODEL"), "image": of("IMAGE")},
+            required={"upscale_model": input_of("UPSCALE_MODEL"), "image": input_of("IMAGE")},
             outputs=("IMAGE",),
             category="image/upscaling",
             python_module="comfy_extras.nodes_upscale_model",

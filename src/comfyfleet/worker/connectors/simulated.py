@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+import msgspec
+
 from comfyfleet.model.calls import LeasedJob, ProgressReport, RunningAttempt
 from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
@@ -79,15 +81,12 @@ def hangs() -> Behaviour:
     return behave
 
 
-class SimulatedRun:
+class SimulatedRun(msgspec.Struct, eq=False):
     """One call of `process_job`, kept for tests to look at."""
 
-    __slots__ = ("job", "state", "task")
-
-    def __init__(self, job: LeasedJob) -> None:
-        self.job = job
-        self.state: RunState = "running"
-        self.task: asyncio.Task[JobResult] | None = None
+    job: LeasedJob
+    state: RunState = "running"
+    task: asyncio.Task[JobResult] | None = None
 
 
 class SimulatedConnector:
@@ -124,12 +123,12 @@ class SimulatedConnector:
 
     # events of the simulated server
 
-    def go_down(self) -> None:
+    def go_offline(self) -> None:
         self.is_healthy = False
         if self.on_connection is not None:
             self.on_connection(False)
 
-    def come_back(self, *, restarted: bool = False) -> None:
+    def go_online(self, *, restarted: bool = False) -> None:
         self.is_healthy = True
         if restarted:
             self.boot = str(int(self.boot) + 1)

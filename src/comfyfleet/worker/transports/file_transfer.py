@@ -22,13 +22,13 @@ from comfyfleet.wire.files import (
     FilePart,
     parts_of,
     pieces_of,
-    place,
     refusal_by_link,
     resolved,
     sha256_of,
-    told,
+    transfer_error,
+    url_origin,
 )
-from comfyfleet.worker.job_files import side_by_side
+from comfyfleet.worker.job_files import gather_bounded
 
 _PIECE = 1 << 20
 _MAX_REFUSAL = 1 << 16
@@ -72,7 +72,7 @@ class FileTransfer:
                         if bound is not None and size > bound:
                             break
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"a file did not arrive from {place(url)}: {told(error)}") from error
+            raise Fault(f"a file did not arrive from {url_origin(url)}: {transfer_error(error)}") from error
 
     async def put(
         self, link: str, path: Path, headers: Mapping[str, str], part: FilePart | None = None
@@ -95,7 +95,7 @@ class FileTransfer:
                     if response.status >= 300:
                         raise refusal_by_link(link, response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"a file could not be sent to {place(url)}: {told(error)}") from error
+            raise Fault(f"a file could not be sent to {url_origin(url)}: {transfer_error(error)}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -114,7 +114,7 @@ async def _read(content: BinaryIO, part: FilePart) -> AsyncIterator[bytes]:
 
 
 async def put_parts(links: FileTransfer, path: Path, size: int, plan: PartPlan, link_of: LinkOf) -> None:
-    await side_by_side([_put(links, path, part, link_of) for part in parts_of(size, plan)])
+    await gather_bounded([_put(links, path, part, link_of) for part in parts_of(size, plan)])
 
 
 async def _put(links: FileTransfer, path: Path, part: FilePart, link_of: LinkOf) -> None:

@@ -160,28 +160,21 @@ class HttpWorkerApi:
         return None if content is None else wire.leased_job(_decode(content, wire.LeaseAnswer))
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
-        body = wire.HeartbeatBody(worker_id, tuple(map(wire.lease_body, refs)))
-        return wire.beat(await self._ask("heartbeat", body, wire.HeartbeatAnswer))
+        body = wire.HeartbeatBody(worker_id, tuple(refs))
+        return wire.heartbeat_reply(await self._ask("heartbeat", body, wire.HeartbeatAnswer))
 
     async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
-        bodies = tuple(
-            wire.ReportBody(wire.lease_body(report.ref), report.kind, report.data, report.image)
-            for report in reports
-        )
-        return wire.beat(await self._ask("progress", wire.ProgressBatch(bodies), wire.HeartbeatAnswer))
+        body = wire.ProgressBatch(tuple(reports))
+        return wire.heartbeat_reply(await self._ask("progress", body, wire.HeartbeatAnswer))
 
     async def complete(self, call: Completion) -> ReportReply:
-        seconds = max(0.0, call.seconds)
-        return await self._settle(
-            "complete", wire.CompleteBody(wire.lease_body(call.ref), call.result, seconds)
-        )
+        return await self._settle("complete", msgspec.structs.replace(call, seconds=max(0.0, call.seconds)))
 
     async def fail(self, call: FailureReport) -> ReportReply:
-        seconds = max(0.0, call.seconds)
-        return await self._settle("fail", wire.FailBody(wire.lease_body(call.ref), call.failure, seconds))
+        return await self._settle("fail", msgspec.structs.replace(call, seconds=max(0.0, call.seconds)))
 
     async def release(self, call: Release) -> ReportReply:
-        return await self._settle("release", wire.ReleaseBody(wire.lease_body(call.ref), call.reason))
+        return await self._settle("release", call)
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
         body = wire.CommandsBody(worker_id, min(wait_s, wire.MAX_WAIT_S))
@@ -203,7 +196,7 @@ class HttpWorkerApi:
             if refusal.code is not RefusalCode.UNAUTHENTICATED:
                 raise
         # The link has expired, because other files came first or the lease was sent again.
-        body = wire.HeartbeatBody(job.worker_id, (wire.lease_body(job.ref),), inputs=True)
+        body = wire.HeartbeatBody(job.worker_id, (job.ref,), inputs=True)
         answer = await self._ask("heartbeat", body, wire.HeartbeatAnswer)
         for each in (each for lease in answer.inputs for each in lease.inputs):
             if each.file_id == file.file_id and each.url is not None:
@@ -214,16 +207,16 @@ class HttpWorkerApi:
 
     # output files
 
-    async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+    async def store_output(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
         """Goes through this machine's disk: a file may be larger than the worker's free memory."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._keeps_none_until:
             return None
-        with TemporaryDirectory(prefix="comfyfleet-", dir=self.spooling()) as folder:
+        with TemporaryDirectory(prefix="comfyfleet-", dir=self.spool_folder()) as folder:
             path = Path(folder) / "output"
             await source.save(file, path)
             size, digest = await asyncio.to_thread(measured, path)
-            body = files.GrantsBody(wire.lease_body(ref), (files.output_body(file.filename, size, digest),))
+            body = files.GrantsBody(ref, (files.output_body(file.filename, size, digest),))
             try:
                 (granted,) = (await self._ask("grants", body, files.FileGrants)).files
             except Refusal as refusal:
@@ -241,11 +234,11 @@ class HttpWorkerApi:
 
     async def _part(self, ref: LeaseRef, file_id: str, part: FilePart, digest: str) -> FileGrant:
         asked = (files.PartBody(part.number, digest),)
-        body = files.WorkerPartsBody(wire.lease_body(ref), file_id, asked)
+        body = files.WorkerPartsBody(ref, file_id, asked)
         (link,) = (await self._ask("parts", body, files.PartGrants)).links
         return link
 
-    def spooling(self) -> Path | None:
+    def spool_folder(self) -> Path | None:
         """The folder for files in transit. None: the system's temporary folder."""
         return self._spool if self._spool is not None and self._spool.is_dir() else None
 

@@ -222,7 +222,8 @@ class ComfyApi:
             ) as response,
         ):
             try:
-                body = await self._read(response, self._settings.max_answer_bytes)
+                pieces = pieces_of(response, self._settings.max_answer_bytes)
+                body = b"".join([piece async for piece in pieces])
                 _count(body, self._settings.max_answer_values)
             except AnswerTooLarge as error:
                 words = f"it answers {method} {path} with {error}"
@@ -230,12 +231,6 @@ class ComfyApi:
                     self.on_too_much(words)
                 raise AnswerTooLarge(words, is_of_prompt=is_of_prompt) from error
             return ApiAnswer(response.status, await read_json(body), len(body))
-
-    async def _read(self, response: aiohttp.ClientResponse, most: int) -> bytes:
-        body = bytearray()
-        async for chunk in pieces_of(response, most):
-            body += chunk
-        return bytes(body)
 
     def _timeout(self, total_s: float) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=total_s, sock_connect=min(total_s, self._settings.connect_s))

@@ -19,18 +19,24 @@ from comfyfleet.model.failure import Failure, FailureKind, FileTooLarge, Service
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.worker import Capabilities, LiveState
-from comfyfleet.model.workflow import InvalidWorkflow, Workflow, parse_workflow, with_filename_prefix
+from comfyfleet.model.workflow import with_filename_prefix
+from comfyfleet.model.workflow_graph import InvalidWorkflow, parse_workflow
 from comfyfleet.net.reachability import not_comfyui
 from comfyfleet.ports import Inventory
 from comfyfleet.worker.connectors.comfyui import failures, inventory
 from comfyfleet.worker.connectors.comfyui.api import AnswerTooLarge, ComfyApi, Unreachable, pieces_of
-from comfyfleet.worker.connectors.comfyui.cancellation import CancelResult, parse_version, stop
 from comfyfleet.worker.connectors.comfyui.failures import fail
 from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, ServerMachine
 from comfyfleet.worker.connectors.comfyui.listener import WebSocketListener
 from comfyfleet.worker.connectors.comfyui.outputs import SentPictures, read_entry
 from comfyfleet.worker.connectors.comfyui.progress_estimate import NodeDurations
-from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, look_up
+from comfyfleet.worker.connectors.comfyui.prompt_state import (
+    CancelResult,
+    PromptState,
+    fetch_prompt_state,
+    parse_version,
+    stop,
+)
 from comfyfleet.worker.connectors.comfyui.run import PromptExecution
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, parse_address
 from comfyfleet.worker.connectors.comfyui.submission import (
@@ -167,7 +173,7 @@ class ComfyUI:
         prompt_id = prompt_id_of(job.attempt_id)
         if prompt_id in self._runs:
             raise fail(FailureKind.UNKNOWN, f"Attempt {job.attempt_id} is already running here.")
-        workflow = self._prepare(job, prompt_id)
+        folder = f"{self.settings.subfolder}/{prompt_id}"
         # Registered before the first step, so that a cancel always finds it.
         patience_s = self._thread_health.patience_s
         weights = self._durations.weights(job.workflow_hash, job.workflow)
@@ -176,16 +182,24 @@ class ComfyUI:
         )
         listener.attach(prompt_id, run)
         try:
+            # An invalid graph could kill the server's only execution thread.
+            workflow = parse_workflow(job.workflow)
+            # With its own prefix, outputs of two attempts never mix, and a cached run names no removed file.
+            workflow = with_filename_prefix(workflow, folder)
             await self._learn()
             run.vram_gb = self._vram_gb
-            workflow = await self._place(job, workflow, prompt_id)
+            workflow = await place(
+                self._api, self.settings, (*job.attachments, *job.fetched), workflow, folder
+            )
             # Cached results end the run before the submit is answered: listen first.
-            await listener.wait_open(self.settings.listen_s)
+            await listener.wait_connected(self.settings.listen_s)
             run.submitting()
             accepted = await self._submit(run, workflow.to_graph(), job.timeouts.accept_s)
             run.accepted(accepted.number)
             result = await run.until_end(lambda: self._take_back(prompt_id))
-            result = await run.with_pictures(result, f"{self.settings.subfolder}/{prompt_id}")
+            result = await run.with_pictures(result, folder)
+        except InvalidWorkflow as error:
+            raise ServiceFailed(failures.invalid_workflow(error)) from error
         except ServiceFailed as failed:
             if isinstance(failed, ServiceBusy) and run.ahead is not None:
                 self._thread_health.found_occupied(run.ahead, listener.losses)
@@ -198,7 +212,7 @@ class ComfyUI:
             run.close()
         self._boot.remembered = prompt_id
         self._thread_health.found_alive()
-        self._durations.learn(job.workflow_hash, job.workflow, result.timings)
+        self._durations.record(job.workflow_hash, job.workflow, result.timings)
         return result
 
     async def cancel_job(self, job: LeasedJob) -> None:
@@ -211,12 +225,12 @@ class ComfyUI:
         await self._learn()
         stopped = await self._stop_all_of(prompt_id)
         if run is not None:
-            run.stopped(stopped.standing)
+            run.stopped(stopped.status)
 
     async def reconcile(self, job: LeasedJob) -> RunningAttempt:
         """States besides those of the port: `completed` with its result, `interrupted`, `failed`."""
         try:
-            standing = await look_up(self._api, prompt_id_of(job.attempt_id))
+            standing = await fetch_prompt_state(self._api, prompt_id_of(job.attempt_id))
         except Unreachable as error:
             raise fail(FailureKind.TRANSIENT, f"Cannot ask the server about the attempt: {error}") from error
         if standing.entry is None:
@@ -229,7 +243,7 @@ class ComfyUI:
             return RunningAttempt("completed", outcome)
         return RunningAttempt("interrupted" if outcome.kind is FailureKind.INTERRUPTED else "failed")
 
-    async def tidy_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
+    async def clean_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
         """Raises `OSError` or `Unreachable`."""
         prompt_id, settings = prompt_id_of(job.attempt_id), self.settings
         if settings.folder is not None:
@@ -292,22 +306,6 @@ class ComfyUI:
             raise RuntimeError("the ComfyUI connector is not open: call open() first")
         return self._listener
 
-    def _prepare(self, job: LeasedJob, prompt_id: str) -> Workflow:
-        try:
-            # An invalid graph could kill the server's only execution thread.
-            workflow = parse_workflow(job.workflow)
-            # With its own prefix, outputs of two attempts never mix, and a cached run names no removed file.
-            return with_filename_prefix(workflow, f"{self.settings.subfolder}/{prompt_id}")
-        except InvalidWorkflow as error:
-            raise ServiceFailed(failures.invalid_workflow(error)) from error
-
-    async def _place(self, job: LeasedJob, workflow: Workflow, prompt_id: str) -> Workflow:
-        folder = f"{self.settings.subfolder}/{prompt_id}"
-        try:
-            return await place(self._api, self.settings, (*job.attachments, *job.fetched), workflow, folder)
-        except InvalidWorkflow as error:
-            raise ServiceFailed(failures.invalid_workflow(error)) from error
-
     async def _submit(
         self, run: PromptExecution, graph: dict[str, Any], accept_s: float | None
     ) -> AcceptedPrompt:
@@ -355,7 +353,7 @@ class ComfyUI:
                 stopped = await self._stop(prompt_id, deadline - loop.time())
             except Unreachable:
                 return
-            if stopped.was_seen or stopped.standing.state is PromptState.ENDED:
+            if stopped.was_seen or stopped.status.state is PromptState.ENDED:
                 return
             await asyncio.sleep(min(self.settings.poll_s, max(self.settings.settle_s, 0.05)))
 
@@ -369,7 +367,7 @@ class ComfyUI:
     async def _stop(self, prompt_id: str, within_s: float) -> CancelResult:
         version = parse_version(self._machine.version) if self._machine is not None else None
         stopped = await stop(self._api, self.settings, prompt_id, version, within_s)
-        if stopped.standing.state is PromptState.RUNNING:
+        if stopped.status.state is PromptState.RUNNING:
             self._thread_health.found_busy(prompt_id, self._listening().losses)
         return stopped
 
@@ -388,15 +386,15 @@ class ComfyUI:
                     FailureKind.CRASHED,
                     f"Cannot reach the server to stop prompt {prompt_id}: {error}",
                 ) from error
-            if stopped.standing.state in (PromptState.WAITING, PromptState.RUNNING):
+            if stopped.status.state in (PromptState.WAITING, PromptState.RUNNING):
                 raise fail(
                     FailureKind.STALL_TIMEOUT,
-                    f"Prompt {prompt_id} is still {stopped.standing.state.value} {self.settings.cancel_s:g} s after "
+                    f"Prompt {prompt_id} is still {stopped.status.state.value} {self.settings.cancel_s:g} s after "
                     "the cancel: a node does not react, or the execution thread is dead.",
                 )
             if submit is None or was_submitted:
                 return stopped
-            if stopped.was_seen or stopped.standing.state is PromptState.ENDED or loop.time() >= deadline:
+            if stopped.was_seen or stopped.status.state is PromptState.ENDED or loop.time() >= deadline:
                 # It has arrived or will be swept, so the answer of the submit does not matter.
                 submit.cancel()
                 if not stopped.was_seen:
@@ -439,7 +437,7 @@ class ComfyUI:
         losses = self._listening().losses
         remembered = self._boot.remembered
         if remembered is not None and losses > self._losses_seen:
-            standing = await look_up(self._api, remembered)
+            standing = await fetch_prompt_state(self._api, remembered)
             if standing.state is PromptState.UNKNOWN:
                 self._restarted()
         self._losses_seen = losses

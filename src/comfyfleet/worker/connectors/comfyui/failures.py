@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from comfyfleet.model.failure import Failure, FailureKind, ServiceBusy, ServiceFailed
-from comfyfleet.model.workflow import MODEL_EXTENSIONS, RESOURCE_INPUTS, InvalidWorkflow
+from comfyfleet.model.workflow_graph import InvalidWorkflow
+from comfyfleet.model.workflow_hash import MODEL_EXTENSIONS, RESOURCE_INPUTS
 
 MAX_WORDS = 2_000
 MAX_COMPLAINTS = 5
@@ -34,9 +35,11 @@ OUT_OF_MEMORY_WORDS = (
 
 _MISSING_MODEL = re.compile(r"Model in folder '[^']*' with filename '(?P<name>[^']+)' not found")
 _MISSING_NODE = re.compile(r"Cannot execute because node (?P<name>.+) does not exist")
-_INVALID_FILE = re.compile(r"Invalid (?:[\w-]+ )?file: (?P<name>.+)$")
+_INVALID_FILE = re.compile(r"Invalid (?:[\w-]+ )?file: (?P<name>.*)$")
 _NO_SUCH_FILE = re.compile(r"No such file or directory: '(?P<name>[^']+)'")
 
+_HINTS = {"prompt_no_outputs": "add a node that saves its result, such as SaveImage"}
+"""By type of error: what to do, added to the server's words."""
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".webm", ".mov", ".mkv")
 _FILE_EXTENSIONS = (*_PICTURES, ".wav", ".mp3", ".flac", ".ogg", ".latent", ".glb", ".obj", ".txt", ".json")
 
@@ -79,7 +82,8 @@ def refused_prompt(status: int, body: Any) -> Failure:
         error = {"message": error}
     if not isinstance(error, Mapping) or not error.get("message"):
         return refused_request(status, body, "the prompt")
-    message = _join(_text(error.get("message")), _text(error.get("details")))
+    hint = _HINTS.get(_text(error.get("type")), "")
+    message = _join(_text(error.get("message")), _text(error.get("details")), hint)
     extra = error.get("extra_info")
     extra = extra if isinstance(extra, Mapping) else {}
     errors = body.get("node_errors")
@@ -214,7 +218,7 @@ def _kind_of_complaint(error: Mapping[str, Any]) -> tuple[FailureKind, str | Non
             if found:
                 name = found["name"].strip()
                 is_model = looks_like_model(name)
-                return (FailureKind.MISSING_MODEL if is_model else FailureKind.MISSING_INPUT), name
+                return (FailureKind.MISSING_MODEL if is_model else FailureKind.MISSING_INPUT), name or None
     return FailureKind.INVALID_WORKFLOW, None
 
 

@@ -18,8 +18,8 @@ import msgspec
 from comfyfleet.model.node_classes import NodeCatalog, read_catalog
 from comfyfleet.model.worker import Gpu, Hardware, Memory, Service
 from comfyfleet.worker.connectors.comfyui.api import AnswerTooLarge, ApiAnswer, ComfyApi, Unreachable
-from comfyfleet.worker.connectors.comfyui.cancellation import parse_version
 from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
+from comfyfleet.worker.connectors.comfyui.prompt_state import parse_version
 
 GIGABYTE = 1024**3
 FAKE = "(main, fake)"

@@ -110,7 +110,7 @@ def _is_too_much(frame: aiohttp.WSMessage) -> bool:
 class MessageHandler(Protocol):
     """Receives the messages of one prompt id."""
 
-    def hear(self, message: Message) -> None: ...
+    def on_message(self, message: Message) -> None: ...
     def disconnected(self) -> None:
         """The WebSocket was lost: the prompt must be looked up."""
 
@@ -168,7 +168,7 @@ class WebSocketListener:
     def listens_for(self, prompt_id: str) -> bool:
         return prompt_id in self._handlers
 
-    def foreign_sign_at(self, prompt_id: str) -> float | None:
+    def last_foreign_message_at(self, prompt_id: str) -> float | None:
         """When another client's prompt last sent a message: prompts without a client id send to everybody."""
         sign = self._last_other_prompt
         return sign[1] if sign is not None and sign[0] == prompt_id else None
@@ -177,7 +177,7 @@ class WebSocketListener:
     def is_open(self) -> bool:
         return self._open.is_set()
 
-    async def wait_open(self, timeout_s: float) -> bool:
+    async def wait_connected(self, timeout_s: float) -> bool:
         self._hurry.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -316,7 +316,7 @@ class WebSocketListener:
             self._last_other_prompt = prompt_id, asyncio.get_running_loop().time()
             return
         try:
-            handler.hear(message)
+            handler.on_message(message)
         except Exception:
             # Custom nodes send anything: one bad message must not end the listener.
             log.warning("ignored a %s message of prompt %s", message.kind, prompt_id, exc_info=True)

@@ -21,7 +21,7 @@ from comfyfleet.model.job import JobResult, NodeTiming, OutputFile
 from comfyfleet.worker.connectors.comfyui import failures
 from comfyfleet.worker.connectors.comfyui.api import ComfyApi, UploadedImage
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
-from comfyfleet.worker.connectors.comfyui.submission import upload_patiently
+from comfyfleet.worker.connectors.comfyui.submission import upload_with_retries
 
 MAX_FILES = 20_000
 """Bounds the files of one run: a server may name millions."""
@@ -168,7 +168,7 @@ class SentPictures:
     def ended(self, connection: int) -> None:
         self._ended_on = connection
 
-    def hear(self, node: str | None, kind: str, image: bytes | None) -> bool:
+    def on_picture(self, node: str | None, kind: str, image: bytes | None) -> bool:
         """Whether it is an output of such a node, and not a preview."""
         if node is None or node not in self._senders:
             return False
@@ -179,7 +179,7 @@ class SentPictures:
                 self._pictures.setdefault(node, []).append((kind, image))
         return True
 
-    def may_be_whole(self, connection: int) -> bool:
+    def may_be_complete(self, connection: int) -> bool:
         """Whether all wanted pictures were sent on this connection, or will be."""
         return all(self._begun.get(node, self._submitted_on) == connection for node in self._wanted)
 
@@ -221,7 +221,7 @@ async def with_pictures(
         for kind, image in pictures:
             numbers[stem] = number = numbers.get(stem, 0) + 1
             name = f"{stem}_{number:05}_.{_ENDINGS.get(kind, 'png')}"
-            await upload_patiently(api, settings, UploadedImage(name, image, folder, place="output"))
+            await upload_with_retries(api, settings, UploadedImage(name, image, folder, place="output"))
             records.append({"filename": name, "subfolder": folder, "type": "output"})
         output = {"images": records}
         outputs[node] = {**outputs.get(node, {}), **output}

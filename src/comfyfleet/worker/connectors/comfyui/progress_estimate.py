@@ -52,7 +52,7 @@ class NodeDurations:
     def __init__(self) -> None:
         self._known: dict[WorkflowHash, dict[str, _Learned]] = {}
 
-    def learn(
+    def record(
         self, workflow_hash: WorkflowHash, graph: Mapping[str, Any], timings: Iterable[NodeTiming]
     ) -> None:
         """From a completed run. Cached nodes have no timing and keep what was learned before."""

@@ -1,7 +1,8 @@
-"""Looks up the state of a prompt on its server: waiting, running, ended or unknown.
+"""Looks up the state of a prompt on its server (waiting, running, ended or unknown), and stops one prompt and no other.
 
 A server moves a prompt from its queue to its history in one step, so the history is asked after the queue.
-The WebSocket may lose messages; queue and history are the truth.
+The WebSocket may lose messages; queue and history are the truth. A waiting prompt is deleted, a running one is
+interrupted. It may start between the lookup and the action, so `stop` repeats both until it is gone.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from comfyfleet.model.workflow import MAX_NODES, InvalidWorkflow, check_workflow
+from comfyfleet.model.workflow_graph import MAX_NODES, InvalidWorkflow, check_workflow
 from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, ApiAnswer, ComfyApi, Unreachable
+from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 # The server unwraps a value that looks like a link, and the link leads nowhere.
 _POISON = frozenset({"missing_inputs", "linked_node_missing"})
@@ -42,12 +44,12 @@ class PromptStatus(msgspec.Struct, frozen=True):
     """The graph of that prompt is of a kind that kills a server's execution thread."""
 
 
-async def look_up(api: ComfyApi, prompt_id: str, *, is_end_told: bool = False) -> PromptStatus:
+async def fetch_prompt_state(api: ComfyApi, prompt_id: str, *, is_end_reported: bool = False) -> PromptStatus:
     """Raises `Unreachable` unless the server answers as ComfyUI does.
 
     After an announced end it asks the history first: the queue contains all waiting graphs and may be large.
     """
-    if is_end_told:
+    if is_end_reported:
         standing = await _in_history(api, prompt_id)
         if standing is not None:
             return standing
@@ -128,3 +130,64 @@ def _items(listing: Any) -> list[list[Any]]:
 def _number(item: Any) -> float | None:
     number = item[0] if isinstance(item, list) and item else None
     return number if isinstance(number, int | float) else None
+
+
+INTERRUPTS_BY_ID = (0, 3, 57)
+UNAIMED_REPEAT_S = 2.0
+"""How often an interrupt without a prompt id is repeated: each one may hit a prompt that has just started."""
+MAX_INTERVAL_S = 2.0
+
+
+class CancelResult(msgspec.Struct, frozen=True):
+    status: PromptStatus
+    """Waiting or running only if the time was over."""
+    was_seen: bool = False
+    """The prompt was found waiting or running."""
+
+
+async def stop(
+    api: ComfyApi, settings: ComfyUISettings, prompt_id: str, version: tuple[int, ...] | None, within_s: float
+) -> CancelResult:
+    """Raises `Unreachable` if the server does not answer until the end."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_s
+    interval_s = settings.cancel_interval_s
+    is_aimed = version is not None and version >= INTERRUPTS_BY_ID
+    interrupted_at: float | None = None
+    was_seen = False
+    while True:
+        standing: PromptStatus | None = None
+        try:
+            standing = await fetch_prompt_state(api, prompt_id)
+            if standing.state is PromptState.WAITING:
+                await api.delete(prompt_id)
+                interval_s = settings.cancel_interval_s
+            elif standing.state is PromptState.RUNNING:
+                now = loop.time()
+                # Servers that ignore the id interrupt any run, so each interrupt follows a lookup.
+                if is_aimed or interrupted_at is None or now - interrupted_at >= UNAIMED_REPEAT_S:
+                    await api.interrupt(prompt_id)
+                    interrupted_at = now
+            else:
+                return CancelResult(standing, was_seen)
+            was_seen = True
+        except Unreachable:
+            if loop.time() >= deadline:
+                raise
+        if standing is not None and loop.time() >= deadline:
+            return CancelResult(standing, was_seen)
+        await asyncio.sleep(min(interval_s, max(0.01, deadline - loop.time())))
+        interval_s = min(interval_s * 1.5, MAX_INTERVAL_S)
+
+
+def parse_version(text: object) -> tuple[int, ...] | None:
+    """The leading numbers of a version. None: there are none, which counts as the oldest version."""
+    numbers: list[int] = []
+    for part in text.removeprefix("v").split(".") if isinstance(text, str) else ():
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers) or None

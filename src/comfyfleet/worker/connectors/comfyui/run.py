@@ -1,7 +1,7 @@
 """One prompt on one server from its acceptance to its end, with the timers of an attempt.
 
 WebSocket messages make it fast; lookups make it certain. It ends with a result or a classified failure.
-Submitting is in `submission.py`, cancelling in `cancellation.py`.
+Submitting is in `submission.py`, cancelling in `prompt_state.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from comfyfleet.worker.connectors.comfyui.api import AnswerTooLarge, ComfyApi, H
 from comfyfleet.worker.connectors.comfyui.listener import Message, WebSocketListener
 from comfyfleet.worker.connectors.comfyui.outputs import read_entry, with_pictures
 from comfyfleet.worker.connectors.comfyui.progress_estimate import NodeWeights
-from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, PromptStatus, look_up
+from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, PromptStatus, fetch_prompt_state
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 from comfyfleet.worker.connectors.comfyui.thread_health import PromptAhead
 from comfyfleet.worker.connectors.comfyui.tracker import RunTracker, TrackedProgress
@@ -85,7 +85,7 @@ class PromptExecution:
 
     # events
 
-    def hear(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         if self._is_over:
             return
         now = self._loop.time()
@@ -93,11 +93,11 @@ class PromptExecution:
         self._reopens = 0
         if message.kind == "executing" and message.node is not None:
             self._tracker.sent.begins(message.node, self._listener.connections)
-        for progress in self._tracker.hear(message, now, time.time()):
+        for progress in self._tracker.on_message(message, now, time.time()):
             self._tell(progress)
         if self._started_at is None:
             self._started_at = now
-        if self._tracker.is_end_told:
+        if self._tracker.is_end_reported:
             self._tracker.sent.ended(self._listener.connections)
             self._end_told.set()
             self._look_now = True
@@ -113,9 +113,9 @@ class PromptExecution:
         """A cancel has begun: nothing may be submitted any more."""
         self.is_cancelled = True
 
-    def stopped(self, standing: PromptStatus) -> None:
+    def stopped(self, status: PromptStatus) -> None:
         """A cancel has succeeded: the prompt has ended or is gone."""
-        self._is_removed = standing.state is PromptState.UNKNOWN
+        self._is_removed = status.state is PromptState.UNKNOWN
         self._look_now = True
         self._wake.set()
 
@@ -202,8 +202,8 @@ class PromptExecution:
         self._look_now = False
         self._looked_at = self._loop.time()
         try:
-            is_end_told = self._tracker.is_end_told
-            standing = await look_up(self._api, self.prompt_id, is_end_told=is_end_told)
+            is_end_told = self._tracker.is_end_reported
+            standing = await fetch_prompt_state(self._api, self.prompt_id, is_end_reported=is_end_told)
         except AnswerTooLarge as error:
             return self._too_much(error)
         except Unreachable as error:
@@ -238,7 +238,7 @@ class PromptExecution:
         if prompt_id is None or self._listener.listens_for(prompt_id):
             return None
         since = now if self.ahead is None or self.ahead.prompt_id != prompt_id else self.ahead.since
-        sign_at = self._listener.foreign_sign_at(prompt_id)
+        sign_at = self._listener.last_foreign_message_at(prompt_id)
         return PromptAhead(
             prompt_id, since if sign_at is None else max(since, sign_at), standing.is_running_poison
         )
@@ -259,7 +259,7 @@ class PromptExecution:
         try:
             sent, settings = self._tracker.sent, self._settings
             # Sent pictures come before the end and may be many, and only the WebSocket has them.
-            is_patient = sent.are_wanted and sent.may_be_whole(self._listener.connections)
+            is_patient = sent.are_wanted and sent.may_be_complete(self._listener.connections)
             async with asyncio.timeout(settings.unresponsive_s if is_patient else settings.end_news_s):
                 await self._end_told.wait()
         except TimeoutError:
@@ -318,12 +318,12 @@ class PromptExecution:
 
     def _heard(self) -> JobResult | Failure | None:
         """The end as the WebSocket reported it, for when the history cannot be asked."""
-        return self._tracker.outcome(self.vram_gb) if self._tracker.is_end_told else None
+        return self._tracker.outcome(self.vram_gb) if self._tracker.is_end_reported else None
 
     async def _last_word(self) -> JobResult | None:
         """A run may have completed at the last moment before it was stopped."""
         try:
-            standing = await look_up(self._api, self.prompt_id)
+            standing = await fetch_prompt_state(self._api, self.prompt_id)
         except Unreachable:
             return None
         outcome = None if standing.entry is None else self._read(standing.entry)
@@ -395,7 +395,7 @@ class PromptExecution:
     def _is_stuck_at_start(self) -> bool:
         """The start was reported on a WebSocket that was never lost, and the first node did not follow."""
         return (
-            self._tracker.is_heard
+            self._tracker.has_messages
             and not self._tracker.is_under_way
             and self._listener.losses == self._losses_at_submit
         )

@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
+from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.job import Attachment
-from comfyfleet.model.workflow import Workflow, with_input
+from comfyfleet.model.workflow import with_input
+from comfyfleet.model.workflow_graph import Workflow
 from comfyfleet.worker.connectors.comfyui import failures
 from comfyfleet.worker.connectors.comfyui.api import (
     AnswerTooLarge,
@@ -31,7 +32,7 @@ from comfyfleet.worker.connectors.comfyui.api import (
     UploadedImage,
 )
 from comfyfleet.worker.connectors.comfyui.failures import fail, nobody_there
-from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, look_up
+from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, fetch_prompt_state
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 
@@ -96,7 +97,7 @@ class PromptSubmission:
             await asyncio.sleep(self._settings.settle_s)
 
     async def _known(self) -> AcceptedPrompt | None:
-        standing = await look_up(self._api, self._prompt_id)
+        standing = await fetch_prompt_state(self._api, self._prompt_id)
         return None if standing.state is PromptState.UNKNOWN else AcceptedPrompt(standing.number)
 
     async def _post(self, timeout_s: float, accept_s: float) -> AcceptedPrompt:
@@ -191,12 +192,12 @@ async def place(
         original = _reference(current.get(attachment.input)) if attachment.kind == "mask" else None
         content = attachment.data if isinstance(attachment, Attachment) else attachment.path
         upload = UploadedImage(filename, content, folder, original)
-        answer = await upload_patiently(api, settings, upload)
+        answer = await upload_with_retries(api, settings, upload)
         workflow = with_input(workflow, attachment.node, attachment.input, _name_in_graph(answer, filename))
     return workflow
 
 
-async def upload_patiently(api: ComfyApi, settings: ComfyUISettings, upload: UploadedImage) -> ApiAnswer:
+async def upload_with_retries(api: ComfyApi, settings: ComfyUISettings, upload: UploadedImage) -> ApiAnswer:
     """Repeats the upload while the server is away for a short time. Raises `ServiceFailed`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.unreachable_s
@@ -232,10 +233,8 @@ def _name_in_graph(answer: ApiAnswer, filename: str) -> str:
     """The name that a loading node uses: subfolder and name, and the folder type if it is not `input`."""
     body = answer.body
     if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-        raise ServiceFailed(
-            Failure(
-                FailureKind.UNKNOWN, f"The server did not return the name under which it saved {filename!r}."
-            )
+        raise fail(
+            FailureKind.UNKNOWN, f"The server did not return the name under which it saved {filename!r}."
         )
     subfolder, kind = body.get("subfolder"), body.get("type", "input")
     path = f"{subfolder}/{body['name']}" if subfolder else body["name"]

@@ -37,16 +37,13 @@ class TrackedProgress(msgspec.Struct, frozen=True):
     image: bytes | None = None
 
 
-class _Busy:
+class _Busy(msgspec.Struct):
     """The time that one node of the submitted graph was at work, including nodes of its expansion."""
 
-    __slots__ = ("open", "since", "started_at", "total_s")
-
-    def __init__(self, started_at: float) -> None:
-        self.started_at = started_at
-        self.open: set[str] = set()
-        self.since = 0.0
-        self.total_s = 0.0
+    started_at: float
+    open: set[str] = set()
+    since: float = 0.0
+    total_s: float = 0.0
 
 
 class RunTracker:
@@ -83,17 +80,17 @@ class RunTracker:
         self._display: dict[str, str] = {}
         self._cached: tuple[str, ...] = ()
         self.is_started = False
-        self.is_heard = False
+        self.has_messages = False
         self.is_under_way = False
         """A message arrived that follows `execution_cached`: the run got past its beginning."""
-        self.is_success_told = False
-        self.is_end_told = False
+        self.is_success_reported = False
+        self.is_end_reported = False
         self._failure: Failure | None = None
 
-    def hear(self, message: Message, at: float, wall: float) -> list[TrackedProgress]:
+    def on_message(self, message: Message, at: float, wall: float) -> list[TrackedProgress]:
         """`at` measures durations, `wall` is the time of day."""
         data = message.data
-        self.is_heard = True
+        self.has_messages = True
         self._at = at
         progress = self.begin()
         if message.kind not in ("execution_start", "execution_cached"):
@@ -106,7 +103,7 @@ class RunTracker:
                 self._forecast.leave_out(self._cached)
                 progress.append(self._progress())
             case "executing" if message.is_end_of_run:
-                self.is_end_told = True
+                self.is_end_reported = True
                 self._close_all(at)
             case "executing" if message.node is not None:
                 if self._has_capacity(message.node):
@@ -121,14 +118,14 @@ class RunTracker:
             case "executed" if message.node is not None and self._has_capacity(message.node, message.size):
                 progress += self._executed(message.node, text_or_none(data.get("display_node")), data, at)
             case "execution_success":
-                self.is_success_told = True
+                self.is_success_reported = True
             case "execution_error" if failures.is_end(data):
                 self._failure = failures.execution_error(data)
             case "execution_interrupted":
                 self._failure = failures.interrupted(data)
             case "preview":
                 node = message.node or self._node
-                if not self.sent.hear(node, str(data.get("format")), message.image):
+                if not self.sent.on_picture(node, str(data.get("format")), message.image):
                     progress.append(
                         TrackedProgress(ProgressKind.PREVIEW, {**data, "node": node}, message.image)
                     )
@@ -159,7 +156,7 @@ class RunTracker:
         if self._failure is not None:
             is_memory = self._failure.kind is FailureKind.OUT_OF_MEMORY
             return msgspec.structs.replace(self._failure, vram_gb=vram_gb if is_memory else None)
-        if not self.is_success_told:
+        if not self.is_success_reported:
             return None
         return build_result(
             self._outputs,
