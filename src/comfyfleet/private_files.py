@@ -5,15 +5,19 @@ Jobs, results, keys and uploads are on disk in plain form, and the machine may h
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
 from pathlib import Path
+from threading import Lock
 from typing import BinaryIO
 
 _LOG = logging.getLogger(__name__)
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_MAKING = Lock()
+"""A thread that finds a new file opens it only after the thread that made it has closed it."""
 _BESIDE = ("-wal", "-shm", "-journal", ".lock")
 """Suffixes of the files beside an SQLite database."""
 
@@ -29,12 +33,13 @@ def make_folder(path: Path) -> None:
 
 
 def make_database(path: Path) -> None:
-    """Create the file before SQLite does, because SQLite copies its mode to the files beside it. Tighten old files."""
-    try:
-        os.close(_open(path, os.O_RDWR | os.O_CREAT))
-    except OSError:
-        # SQLite reports the error, with the next step.
-        return
+    """Create the file before SQLite does, because SQLite copies its mode to the files beside it. Tighten old files.
+
+    An existing file is never opened: closing it drops this process's locks on it, and SQLite in another process would
+    then remove the write-ahead log that a connection here still uses."""
+    with _MAKING, contextlib.suppress(OSError):
+        # Of any other error SQLite reports the next step.
+        os.close(_open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
     _tighten_database(path)
 
 

@@ -331,3 +331,29 @@ def test_a_url_without_a_file_is_refused(url: str) -> None:
 def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(Refusal, match="memory:, sqlite:"):
         open_store("carrier-pigeon://roof", ManualClock())
+
+
+_OPEN_WRITE_CLOSE = """
+import sys
+from pathlib import Path
+from comfyfleet.stores.sqlite.database import connect
+database = connect(Path(sys.argv[1]))
+database.execute("INSERT INTO notes VALUES ('from another process')")
+database.close()
+"""
+
+
+def test_opening_a_file_twice_in_one_process_keeps_its_log_from_another_process(tmp_path: Path) -> None:
+    """POSIX locks end when a process closes any descriptor of the file. Without them the other process takes itself for
+    the last user, removes the log, and the two no longer see each other's writes."""
+    path = tmp_path / "shared.db"
+    with closing(connect(path)) as database:
+        database.execute("CREATE TABLE notes (text)")
+        log = (tmp_path / "shared.db-wal").stat().st_ino
+        connect(path).close()
+        subprocess.run([sys.executable, "-c", _OPEN_WRITE_CLOSE, str(path)], check=True)
+        assert (tmp_path / "shared.db-wal").stat().st_ino == log
+        database.execute("INSERT INTO notes VALUES ('from this process')")
+    with closing(sqlite3.connect(path)) as database:
+        texts = {text for (text,) in database.execute("SELECT text FROM notes")}
+    assert texts == {"from another process", "from this process"}

@@ -12,7 +12,7 @@ import shlex
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.rules import DAY_S
 from comfyfleet.ports import Clock, DocumentStore, FileStore
 from comfyfleet.stores.factory import open_store, risk_of
-from comfyfleet.tenancy.database.registry import DEFAULT_DATABASE
+from comfyfleet.tenancy.database.registry import DEFAULT_DATABASE, TenantDatabases
 from comfyfleet.tenancy.keys import KEY_PREFIX
 from comfyfleet.tenancy.services import TenantServices
 
@@ -209,7 +209,9 @@ async def run_hub(resolved: ResolvedSettings) -> AsyncIterator[RunningHub]:
         )
         # After the hub, which gives the engine the terms of tenants: the relay admits jobs by them.
         await stack.enter_async_context(tenant_services.background_tasks(engine.admit))
-        await stack.enter_async_context(_check_tenant_databases(settings.databases))
+        await stack.enter_async_context(
+            _check_tenant_databases(tenant_services.databases, settings.databases)
+        )
         key, is_new = await _owners_key(hub, known)
         async with HubServer(hub, serving_settings) as serving:
             url = _near_url(serving, settings.host)
@@ -379,15 +381,13 @@ def _explain_lock(fault: Fault, resolved: ResolvedSettings, known: LocalHub | No
 
 
 @asynccontextmanager
-async def _check_tenant_databases(urls: dict[str, str]) -> AsyncIterator[None]:
+async def _check_tenant_databases(databases: TenantDatabases, urls: Mapping[str, str]) -> AsyncIterator[None]:
     """Logs a warning for each database that the settings name and that cannot be opened. The hub does not wait for it:
     databases may come back, and only their tenants need them."""
-    from comfyfleet.tenancy.database import open_tenant_database
 
     async def check(name: str, url: str) -> None:
-        database = open_tenant_database(url)
         try:
-            await database.open()
+            await databases.get(name)
         except ComfyFleetError as error:
             _LOG.warning(
                 "Cannot open the tenant database %r (%s): %s. Its tenants wait until it answers.",
@@ -395,8 +395,6 @@ async def _check_tenant_databases(urls: dict[str, str]) -> AsyncIterator[None]:
                 masked(f"{DATABASES}.{name}", url),
                 str(error).rstrip("."),
             )
-        finally:
-            await database.close()
 
     tasks = [asyncio.create_task(check(*each), name=f"check {each[0]}") for each in urls.items()]
     try:
