@@ -100,6 +100,10 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     expires_at: float
     is_acknowledged: bool = False
     """The first heartbeat arrived. Until then the lease is short, and its expiry costs no attempt."""
+    run_s: float = 0.0
+    """The expected duration of the run with its models loaded. 0: not known, as for direct workers."""
+    load_s: float = 0.0
+    """The expected time to load its models before the run. 0: they are loaded."""
 
 
 class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -112,6 +116,9 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The effective priority, by which the store orders."""
     sequence: int = 0
     """The place in the queue. The first enqueue assigns it, and retries keep it."""
+    place: int = 0
+    """How many jobs of its priority or a higher one waited in lanes when it was first enqueued, plus the value with
+    which it came: 1 if no slot was idle. Retries keep it."""
     tenant: TenantId = DEFAULT_TENANT
     round: int = 1
     revision: int = 0
@@ -335,6 +342,9 @@ class LeaseOffer(msgspec.Struct, frozen=True, gc=False):
     acknowledge_s: float
     charge_s: float = DEFAULT_CHARGE_S
     """The expected duration. The tenant is charged with it, if tenants have terms."""
+    run_s: float = 0.0
+    load_s: float = 0.0
+    """What the lease says about the run (`Lease`)."""
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -347,3 +357,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     virtual_time: float = 0.0
     weight: float = 0.0
     """The tenant's weight. 0: no tenant has terms, and no tenant is charged."""
+    waiting: int = 1
+    """How many jobs wait in its lane, this one included."""
+    place: int = 0
+    """`Dispatch.place`."""

@@ -56,6 +56,9 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     quantum_s: float
     skip: frozenset[str] = frozenset()
     """Workflow hashes to leave out, in addition to the blocks in the store."""
+    warm: frozenset[ClassKey] = frozenset()
+    """Classes whose models the slots have loaded. Of the priorities and tenants that the answer shows, their lanes come
+    first, also where `lanes` older ones wait."""
 
 
 class LeaseState(msgspec.Struct, frozen=True, gc=False):
