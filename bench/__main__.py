@@ -47,8 +47,6 @@ GOALS: dict[str, tuple[tuple[str, ...], Callable[[Plan, str], Awaitable[list[Ent
     "13": (("postgres",), leases_with_terms),
     "14": (("redis",), audit_of_several_hubs),
 }
-UNMEASURED = frozenset({"13", "14"})
-"""Those that have no figures yet: they wait for a machine that does nothing else."""
 
 
 @click.command()
