@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.files.local import LocalFileStore, not_in_folder
 from comfyfleet.files.thumbnails import Thumbnails
 from comfyfleet.hub.files import uploads
 from comfyfleet.hub.files.job_files import JobOutputFiles, reserve_file
+from comfyfleet.hub.files.open_file import OpenFileResponse, open_file
 from comfyfleet.hub.files.uploads import Form, boundary_in, is_form
 from comfyfleet.hub.http.body import read_piece
 from comfyfleet.hub.http.credentials import owner_for
@@ -194,21 +195,17 @@ class FileHandlers:
     async def get_content(self, call: HubRequest[wire.LinkQuery]) -> Reply | Response:
         asked = call.data
         record = await self._local.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
-        path = self._local.path(record)
         if record.received_at is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} has not been received yet")
-        if not path.is_file():
-            raise not_in_folder(record)
         etag = f'"{record.sha256}"'
         if _matches(call.headers.get("if-none-match", ""), etag):
             return Response(status_code=304, headers={"etag": etag, **_GUARDS})
-        return FileResponse(
-            path,
-            media_type=record.content_type,
-            filename=record.name,
-            # By content: the same at every hub and after a restart.
-            headers={"etag": etag, **_GUARDS},
-        )
+        try:
+            file = await open_file(self._local.path(record))
+        except FileNotFoundError:
+            raise not_in_folder(record) from None
+        # The ETag is made of the content: the same at every hub and after a restart.
+        return OpenFileResponse(file, record.name, record.content_type, {"etag": etag, **_GUARDS})
 
     async def worker_grants(self, call: HubRequest[wire.GrantsBody]) -> Reply:
         outputs, ref = self._outputs, call.data.lease
