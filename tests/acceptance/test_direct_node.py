@@ -133,7 +133,6 @@ async def test_a_cancel_reaches_it_by_its_stream_long_before_its_next_heartbeat(
         assert await fleet.said(process, "released") == f"released {job_id} 1"
 
 
-@pytest.mark.timeout(120)
 async def test_pause_and_retry_of_its_job_reach_it_by_its_stream(fleet: Fleet) -> None:
     async with fleet.front() as pool:
         process = await fleet.node(WORK_MS=600_000, LEASE_S=600)

@@ -42,7 +42,7 @@ PROGRESS = {
 }
 
 # One hub for all of them: whoever pauses its queue would stop the others.
-pytestmark = [pytest.mark.xdist_group("protocol"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.xdist_group("protocol")
 
 
 @pytest.fixture(scope="module")

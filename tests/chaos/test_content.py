@@ -55,7 +55,6 @@ def test_the_cells_are_every_store_with_every_number_of_hubs_and_delay_that_it_c
 
 # Hubs, a store and a dozen tenants, on a machine that others use too.
 @pytest.mark.xdist_group("chaos")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "cell",
     [

@@ -9,7 +9,7 @@ from chaos.plan import QUICK, play
 SEED = 7
 
 # Twenty processes on a machine that others use too.
-pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("chaos")
 
 
 def test_a_hub_killed_under_load_loses_no_job_and_no_watcher_misses_a_change() -> None:

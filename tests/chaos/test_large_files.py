@@ -6,7 +6,7 @@ import pytest
 from chaos.plan import QUICK, play
 from tests.servers.s3_server import binary
 
-pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("chaos")
 
 
 @pytest.mark.parametrize("part", ["files", pytest.param("files-s3", marks=pytest.mark.slow)])

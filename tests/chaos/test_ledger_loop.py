@@ -19,7 +19,7 @@ from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 SEED = 7
 
 # Its processes want the machine for themselves.
-pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("chaos")
 
 
 async def test_a_book_whose_result_was_made_from_another_payload_is_noticed(tmp_path: Path) -> None:

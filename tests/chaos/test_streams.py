@@ -10,7 +10,6 @@ from tests.servers.postgres_server import CannotStart
 
 
 @pytest.mark.xdist_group("chaos")
-@pytest.mark.timeout(300)
 def test_every_stream_ends_with_its_job_and_with_what_came_of_it() -> None:
     try:
         entry = play("streams", QUICK["streams"], 7, lambda _: None)

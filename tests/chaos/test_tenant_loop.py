@@ -31,7 +31,6 @@ def test_an_account_is_what_was_granted_less_what_completed_and_nothing_is_held(
 
 
 @pytest.mark.xdist_group("chaos")
-@pytest.mark.timeout(300)
 def test_nothing_is_lost_mixed_or_readable_and_the_books_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chaos.programs._CLI", ("-m", "tests.chaos._brief_claims"))
     if binary() is None:

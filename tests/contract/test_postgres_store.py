@@ -36,7 +36,6 @@ def make_store(request: pytest.FixtureRequest) -> MakeStore:
 
 
 # The days of the differential test are thousands of transactions, and others may want the machine too.
-@pytest.mark.timeout(180)
 class TestPostgresStore(StoreContract, JobTransferContract):
     pass
 

@@ -127,7 +127,6 @@ def bound(route: Route) -> int:
     return min(SCALED, route.max_bytes)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", BY_NAME)
 async def test_no_body_stops_the_hub(scaled: HostileHub, name: str) -> None:
@@ -171,7 +170,6 @@ async def _say(hub: HostileHub, role: Role, protocol: str | None, size: int, nam
                     answer = msgspec.json.decode((await line.receive(60)).data)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("protocol", [None, AGENT_PROTOCOL])
 async def test_no_frame_stops_the_hub(scaled: HostileHub, protocol: str | None) -> None:
@@ -186,7 +184,6 @@ DEAREST = ("submit", "worker_complete")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_body_of_the_full_size_stops_the_hub() -> None:
     """With the default bounds. What is accepted is worked on, and kept, in the presence of everybody else."""
@@ -200,7 +197,6 @@ async def test_no_body_of_the_full_size_stops_the_hub() -> None:
         await hub.check("a frame", size, work)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("before", [b"", b"POST /api/jobs HTTP/1.1\r\ncontent-length: 1\r\n\r\n1"])
 async def test_no_number_of_requests_behind_one_another_stops_the_hub(

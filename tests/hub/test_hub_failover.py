@@ -28,8 +28,6 @@ from comfyfleet.worker.connectors.simulated import Reporter, SimulatedConnector
 from comfyfleet.worker.transports.http import HttpWorkerApi
 from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:

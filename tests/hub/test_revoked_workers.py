@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from tests.hub._delivering import until
 from tests.hub._hub import HubRig, hub_in_process, running_hub
 
@@ -105,7 +104,6 @@ async def test_a_name_that_is_enrolled_anew_begins_anew() -> None:
         assert (await leased(rig, "gpu-1", second["key"]))["job"]["id"] == job_id
 
 
-@pytest.mark.timeout(60)
 async def test_a_key_that_ends_elsewhere_or_by_itself_takes_its_worker_along_soon() -> None:
     async with running_hub(limits=HubLimits(beat_s=0.05)) as rig:
         key = await enrolled(rig, "gpu-1")

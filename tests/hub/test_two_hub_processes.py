@@ -18,8 +18,6 @@ from tests.servers.redis_fixtures import own_server
 from tests.servers.redis_proxy import CuttingProxy
 from tests.servers.redis_server import RedisServer
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class HubProcess:
     """Somebody who asks it."""

@@ -18,7 +18,7 @@ from tests.servers.redis_server import free_port
 LEASE_S = 2.0
 
 # One after the other: they share a hub and a cable.
-pytestmark = [pytest.mark.xdist_group("network"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.xdist_group("network")
 
 
 class Site:

@@ -26,7 +26,7 @@ from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 
 from comfyfleet.testing.fake_comfyui.pictures import png
 
-pytestmark = [pytest.mark.xdist_group("network"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.xdist_group("network")
 
 EDIT = {
     "10": {"class_type": "LoadImage", "inputs": {"image": ""}},

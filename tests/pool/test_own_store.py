@@ -124,7 +124,6 @@ async def test_what_a_store_raises_when_it_is_opened_is_told_and_not_what_it_rai
         await WorkflowPool([], store=store).start()
 
 
-@pytest.mark.timeout(120)
 async def test_a_hub_and_its_commands_take_one_by_the_name_of_its_module(tmp_path: Path) -> None:
     (tmp_path / "my_store.py").write_text(MODULE)
     hub = (

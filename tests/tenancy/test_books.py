@@ -275,7 +275,6 @@ def days_of(url: str) -> Iterator[type[Day]]:
 
 
 # Thirty days of single commits: on a busy machine they take their time.
-@pytest.mark.timeout(240)
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_every_invariant_holds_after_every_step_of_any_day(
