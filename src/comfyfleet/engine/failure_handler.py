@@ -126,7 +126,7 @@ class FailureHandler:
         now = await context.store.now()
         decision = after_release(dispatch, reason, context.rules, now)
         if decision.failure is not None:
-            return await self.end_job(dispatch, decision.failure, guard)
+            return await self.end_job(dispatch, decision.failure, guard, outcome=AttemptOutcome.RELEASED)
         change = msgspec.structs.replace(self._requeued(dispatch, now), releases=decision.releases)
         blocks: tuple[Block, ...] = ()
         if (until := decision.keep_off_until) is not None:
@@ -216,13 +216,20 @@ class FailureHandler:
                 self._matcher.worker_freed(lifted.worker_id)
 
     async def end_job(
-        self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None
+        self,
+        dispatch: Dispatch,
+        failure: Failure,
+        guard: Guard | None = None,
+        outcome: AttemptOutcome = AttemptOutcome.FAILED,
     ) -> Dispatch | None:
-        """Fails a job that has reached one of its limits or cannot run, with or without a lease."""
+        """Fails a job that has reached one of its limits or cannot run, with or without a lease.
+
+        `outcome`: how the attempt ended if the job is leased. The worker's repeated report gets the same answer only
+        if it names what the worker did."""
         now = await self._context.store.now()
         end = None
         if dispatch.lease is not None:
-            end = AttemptEnd(AttemptOutcome.EXPIRED, failure=failure, used_s=used_s(dispatch.lease, now))
+            end = AttemptEnd(outcome, failure=failure, used_s=used_s(dispatch.lease, now))
         written = await self._context.write(
             Write(
                 dispatch.job_id,

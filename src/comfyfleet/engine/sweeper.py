@@ -21,7 +21,7 @@ from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.engine.poison_workflows import PoisonWorkflows
 from comfyfleet.engine.worker_operations import WorkerOperations
-from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Stop, Write
+from comfyfleet.model.dispatch import AtRevision, AttemptOutcome, Dispatch, Phase, Stop, Write
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
@@ -210,7 +210,8 @@ class Sweeper:
             case Due.TOTAL_OVER:
                 words = f"the total time given to the job is over{await self._why(dispatch)}"
                 failure = Failure(FailureKind.TOTAL_TIMEOUT, words)
-                ended = await self._failures.end_job(dispatch, failure)
+                # The worker is told to stop, as for a cancel.
+                ended = await self._failures.end_job(dispatch, failure, outcome=AttemptOutcome.CANCELLED)
                 if ended is not None and dispatch.lease is not None:
                     await self._commands.send_stop(dispatch, Stop.CANCEL)
             case Due.DEADLINE_OVER:
