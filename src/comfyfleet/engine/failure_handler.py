@@ -159,23 +159,25 @@ class FailureHandler:
             if await self.release(current, AtRevision(current.revision), "the worker went away") is not None:
                 return
 
-    async def end_stopped(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
-        """Ends a lease with a stop request: the worker confirmed it, released the job, or ran out of time."""
+    async def end_stopped(self, dispatch: Dispatch, guard: Guard, note: str = "") -> Dispatch | None:
+        """Ends a lease with a stop request: the worker confirmed it, released the job, or ran out of time.
+
+        `note`: how it ended, if the worker did not confirm it. `reason` is only what a caller or worker gave."""
         context = self._context
         now = await context.store.now()
         job: dict[str, object] = {"phase": Phase.QUEUED}
-        data: dict[str, object] = {"reason": reason} if reason else {}
         match dispatch.stop:
             case Stop.CANCEL:
-                if dispatch.cancel_reason:
-                    data = {"reason": dispatch.cancel_reason, **({"note": reason} if reason else {})}
+                data: dict[str, object] = {"reason": dispatch.cancel_reason} if dispatch.cancel_reason else {}
                 change, kind = cancelled(dispatch), FactKind.CANCELLED
                 job = {"phase": Phase.CANCELLED, "completed_at": now}
             case Stop.PAUSE:
-                change, kind = self._requeued(dispatch, now), FactKind.PAUSED
+                change, kind, data = self._requeued(dispatch, now), FactKind.PAUSED, {}
             case _:
                 change, kind = self._requeued(dispatch, now), FactKind.RELEASED
-                data = {"reason": f"retry: {reason}" if reason else "retry", "attempt": dispatch.attempts}
+                data = {"reason": "retry", "attempt": dispatch.attempts}
+        if note:
+            data["note"] = note
         written = await context.write(
             Write(
                 dispatch.job_id,
