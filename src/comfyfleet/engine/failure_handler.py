@@ -32,7 +32,12 @@ from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.acceptance import is_refusal
-from comfyfleet.policy.failover import block_for_all_tenants, blocked_target, is_quarantined, when_alone
+from comfyfleet.policy.failover import (
+    block_for_all_tenants,
+    block_for_only_worker,
+    blocked_target,
+    is_quarantined,
+)
 from comfyfleet.policy.fair_share import used_s
 from comfyfleet.policy.lifecycle import Transition, cancelled, failed, target
 from comfyfleet.policy.poison_workflows import deaths_lately, failure_of_poison, refusal_of
@@ -65,14 +70,14 @@ class FailureHandler:
             known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
             deaths = max(dispatch.server_deaths, deaths_lately(known, context.rules, now))
             dispatch = msgspec.structs.replace(dispatch, server_deaths=deaths)
-        block, known_block = await self._recorded(dispatch, worker_id, failure, now)
+        block, known_block = await self._record_in_strategy(dispatch, worker_id, failure, now)
         job = await context.store.records.get(dispatch.job_id)
         if block is not None and block.reason is BlockReason.REFUSED and job and job.payload.variants:
             # The hash covers several graphs, and the server refused only this one.
             block = None
         choice = await self._choice(dispatch, worker_id, block, now)
-        if (held := when_alone(block, known_block, failure, choice)) != block:
-            block, choice = held, await self._choice(dispatch, worker_id, held, now)
+        if (own := block_for_only_worker(block, known_block, failure, choice)) != block:
+            block, choice = own, await self._choice(dispatch, worker_id, own, now)
         refusing: frozenset[str] = frozenset()
         if is_refusal(failure):
             refusing = await self._refusals.refusing(dispatch, worker_id, failure, now)
@@ -92,11 +97,11 @@ class FailureHandler:
         refusing_block = refusal_of(dispatch, decision.server_deaths, now) if decision.is_poison else None
         if decision.will_retry:
             next_dispatch = await self._with_next_class(dispatch, failure, refusing, now)
-            write = self._decided(next_dispatch, guard, failure, decision, tuple(blocks), now)
+            write = self._write_of(next_dispatch, guard, failure, decision, tuple(blocks), now)
         else:
             refusals = () if refusing_block is None else (refusing_block,)
             final = failure if refusing_block is None else failure_of_poison(failure, dispatch)
-            write = self._decided(dispatch, guard, final, decision, (*blocks, *refusals), now)
+            write = self._write_of(dispatch, guard, final, decision, (*blocks, *refusals), now)
         written = await context.write(write)
         if written is None:
             return None
@@ -244,7 +249,7 @@ class FailureHandler:
         )
         return None if written is None else written.dispatch
 
-    def _decided(
+    def _write_of(
         self,
         dispatch: Dispatch,
         guard: Guard,
@@ -315,7 +320,7 @@ class FailureHandler:
             blocks.append(Block(worker_id, dispatch.job_id, reason, 1, until))
         return blocks
 
-    async def _recorded(
+    async def _record_in_strategy(
         self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
     ) -> tuple[Block | None, Block | None]:
         """Counts the failure with the failover strategy. Returns the new block and the previous one."""
@@ -334,7 +339,7 @@ class FailureHandler:
     ) -> RetryChoice:
         fleet = self._context.fleet
         profiles = frozenset(fleet.profiles_for(dispatch.relaxed_class or dispatch.class_key))
-        others, is_blocked_everywhere, is_alone = 0, True, True
+        others, is_blocked_everywhere, is_only_worker = 0, True, True
         for worker in list(fleet.workers.values()):
             if worker.profile not in profiles:
                 continue
@@ -344,13 +349,13 @@ class FailureHandler:
                 for_all, for_tenant, for_job = dispatch.block_targets
                 is_blocked = await self._is_blocked(worker.worker_id, now, for_tenant, for_all)
                 takes_work = self._takes(dispatch, worker, now)
-                is_alone &= not takes_work
+                is_only_worker &= not takes_work
                 # A worker that failed this job too is no alternative.
                 if not is_blocked and takes_work:
                     others += not await self._is_blocked(worker.worker_id, now, for_job)
             # An offline worker may still return and run it.
             is_blocked_everywhere &= is_blocked
-        return RetryChoice(others, is_blocked_everywhere, is_alone)
+        return RetryChoice(others, is_blocked_everywhere, is_only_worker)
 
     def _takes(self, dispatch: Dispatch, worker: WorkerRecord, now: float) -> bool:
         """Whether the worker takes such work now, ignoring blocks."""

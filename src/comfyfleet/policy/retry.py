@@ -87,8 +87,8 @@ class RetryChoice(msgspec.Struct, frozen=True):
     """Other live workers that may take the job now."""
     is_blocked_everywhere: bool
     """The workflow is blocked on every compatible worker."""
-    is_alone: bool = False
-    """No other live worker may take the job, blocked or not."""
+    is_only_worker: bool = False
+    """The worker that failed is the only live one that may take the job; blocks are ignored."""
     may_accept: int = 0
     """After a refusal: live workers that could run the job and have not refused it, free or not."""
 
