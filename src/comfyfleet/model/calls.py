@@ -240,13 +240,13 @@ class FailureReport(LeaseReport, frozen=True):
     seconds: Seconds = 0.0
 
 
-ReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
+WorkerReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
 
 
 class Release(LeaseReport, frozen=True):
     """The worker gives the lease back. `cancelled` confirms that the run was stopped."""
 
-    reason: ReleaseReason = "drain"
+    reason: WorkerReleaseReason = "drain"
 
 
 class ReportReply(msgspec.Struct, frozen=True, omit_defaults=True):

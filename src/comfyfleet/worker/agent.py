@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Self, assert_never
 
-from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, Release, ReleaseReason
+from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, Release, WorkerReleaseReason
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
@@ -232,7 +232,7 @@ class Agent:
     async def _run(self, job: LeasedJob, poll_id: PollId) -> None:
         server = self._by_service.get(job.service)
         if server is None or not server.is_up or self._is_draining:
-            await self._give_back("drain" if self._is_draining else "declined", job.ref)
+            await self._release("drain" if self._is_draining else "declined", job.ref)
             if server is None and self._journal is not None:
                 # The worker had this service when it began the attempt. It must not ask again at each start.
                 self._journal.end(job.ref)
@@ -319,7 +319,7 @@ class Agent:
             await server.check()
         self._tend_now.set()
 
-    async def _give_back(self, reason: ReleaseReason, *refs: LeaseRef) -> None:
+    async def _release(self, reason: WorkerReleaseReason, *refs: LeaseRef) -> None:
         for ref in refs:
             try:
                 await self._api.release(Release(ref, reason))
@@ -338,7 +338,7 @@ class Agent:
         if self._abandoned:
             refs, self._abandoned = self._abandoned, []
             # A hub that was away has extended these leases, and would wait for their ends.
-            self._own(self._give_back("drain", *refs))
+            self._own(self._release("drain", *refs))
         for server in self._servers:
             if server.set_wanted(beat.missing):
                 self._tend_now.set()
