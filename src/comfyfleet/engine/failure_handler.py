@@ -441,7 +441,7 @@ class FailureHandler:
 def _end(dispatch: Dispatch, failure: Failure, decision: RetryDecision, now: float) -> AttemptEnd:
     is_expiry = failure.kind is FailureKind.LEASE_EXPIRED
     outcome = AttemptOutcome.EXPIRED if is_expiry else AttemptOutcome.FAILED
-    return AttemptEnd(outcome, decision.charge.value, failure, used_s(dispatch.lease, now))
+    return AttemptEnd(outcome, decision.counts_against.value, failure, used_s(dispatch.lease, now))
 
 
 def _fact_data(failure: Failure, why: str, dispatch: Dispatch) -> dict[str, object]:

@@ -17,7 +17,7 @@ from comfyfleet.policy.acceptance import is_refusal
 from comfyfleet.policy.rules import Rules
 
 
-class Charge(StrEnum):
+class CountsAgainst(StrEnum):
     ATTEMPTS = "attempts"
     WORKER_FAULTS = "worker_faults"
     NOTHING = "nothing"
@@ -32,26 +32,26 @@ class BlockRule(StrEnum):
 
 
 class RetryRule(msgspec.Struct, frozen=True):
-    charge: Charge
+    counts_against: CountsAgainst
     block: BlockRule
     is_final: bool = False
     backs_off: bool = False
 
 
-_CALLERS_FAULT = RetryRule(Charge.NOTHING, BlockRule.NONE, is_final=True)
-_WORKER_CANNOT = RetryRule(Charge.WORKER_FAULTS, BlockRule.INVENTORY)
-_SERVER_REFUSES = RetryRule(Charge.NOTHING, BlockRule.REFUSAL)
-_MAY_WORK_LATER = RetryRule(Charge.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
-_NOBODYS_FAULT = RetryRule(Charge.ATTEMPTS, BlockRule.NONE, backs_off=True)
-_WORKER_IS_GONE = RetryRule(Charge.WORKER_FAULTS, BlockRule.COUNTED)
-_JOBS_OWN_LIMIT = RetryRule(Charge.NOTHING, BlockRule.NONE, is_final=True)
+_CALLERS_FAULT = RetryRule(CountsAgainst.NOTHING, BlockRule.NONE, is_final=True)
+_WORKER_CANNOT = RetryRule(CountsAgainst.WORKER_FAULTS, BlockRule.INVENTORY)
+_SERVER_REFUSES = RetryRule(CountsAgainst.NOTHING, BlockRule.REFUSAL)
+_MAY_WORK_LATER = RetryRule(CountsAgainst.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
+_NOBODYS_FAULT = RetryRule(CountsAgainst.ATTEMPTS, BlockRule.NONE, backs_off=True)
+_WORKER_IS_GONE = RetryRule(CountsAgainst.WORKER_FAULTS, BlockRule.COUNTED)
+_JOBS_OWN_LIMIT = RetryRule(CountsAgainst.NOTHING, BlockRule.NONE, is_final=True)
 
 TABLE: dict[FailureKind, RetryRule] = {
     FailureKind.INVALID_WORKFLOW: _CALLERS_FAULT,
     FailureKind.MISSING_INPUT: _CALLERS_FAULT,
     FailureKind.MISSING_NODE: _WORKER_CANNOT,
     FailureKind.MISSING_MODEL: _WORKER_CANNOT,
-    FailureKind.OUT_OF_MEMORY: RetryRule(Charge.ATTEMPTS, BlockRule.AT_ONCE),
+    FailureKind.OUT_OF_MEMORY: RetryRule(CountsAgainst.ATTEMPTS, BlockRule.AT_ONCE),
     FailureKind.NODE_ERROR: _MAY_WORK_LATER,
     FailureKind.TRANSIENT: _MAY_WORK_LATER,
     FailureKind.CRASHED: _MAY_WORK_LATER,
@@ -95,7 +95,7 @@ class RetryChoice(msgspec.Struct, frozen=True):
 
 class RetryDecision(msgspec.Struct, frozen=True):
     will_retry: bool
-    charge: Charge
+    counts_against: CountsAgainst
     charged: int
     worker_faults: int
     failed_on: tuple[WorkerId, ...]
@@ -129,8 +129,8 @@ def after_failure(
 ) -> RetryDecision:
     rule = rule_of(failure)
     is_refused = rule.block is BlockRule.REFUSAL
-    charged = dispatch.charged + (rule.charge is Charge.ATTEMPTS)
-    worker_faults = dispatch.worker_faults + (rule.charge is Charge.WORKER_FAULTS)
+    charged = dispatch.charged + (rule.counts_against is CountsAgainst.ATTEMPTS)
+    worker_faults = dispatch.worker_faults + (rule.counts_against is CountsAgainst.WORKER_FAULTS)
     # A refusal is not a failure of the worker.
     failed_on = dispatch.failed_on if is_refused else _with(dispatch.failed_on, worker_id)
     expired_on = dispatch.expired_on
@@ -161,7 +161,7 @@ def after_failure(
         not_before = now + backoff_s(charged, rules, fraction, retry_delay_s)
     return RetryDecision(
         will_retry=will_retry,
-        charge=rule.charge,
+        counts_against=rule.counts_against,
         charged=charged,
         worker_faults=worker_faults,
         failed_on=failed_on,
