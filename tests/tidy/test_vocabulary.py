@@ -40,7 +40,7 @@ STORED = {
         "src/comfyfleet/stores/sqlite/*.py",
         "src/comfyfleet/stores/*/migrations/*",
         "src/comfyfleet/tenancy/database/documents.py",
-        "src/comfyfleet/tenancy/database/tenant_export.py",
+        "src/comfyfleet/tenancy/database/tenant_rows.py",
         "src/comfyfleet/tenancy/database/*/migrations/*",
     ),
     "sealed": ("src/comfyfleet/model/encrypted.py",),

@@ -248,7 +248,7 @@ def report_page(
     )
 
 
-def refuse_group_options(context: click.Context, *values: object) -> bool:
+def runs_subcommand(context: click.Context, *values: object) -> bool:
     """Whether a subcommand was called. Its group's own options would be ignored, so they are refused."""
     if context.invoked_subcommand is None:
         return False

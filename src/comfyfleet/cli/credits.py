@@ -197,7 +197,7 @@ def export(tenant_id: str, of: Any, form: Any, after: int, out: Path | None, **f
     from comfyfleet.cli.hub_connection import ask
 
     async def write(client: FleetClient) -> int | None:
-        pieces = client.export(tenant_id, of=of, format=form, after=after)
+        pieces = client.export_credits(tenant_id, of=of, format=form, after=after)
         return await (
             _write_export(pieces, sys.stdout.buffer, form) if out is None else _save(out, pieces, form)
         )

@@ -24,7 +24,8 @@ from comfyfleet.cli.command import (
     short_ids,
     whole_id,
 )
-from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, OutputParam, output_folder
+from comfyfleet.cli.exit_codes import CommandFailed
+from comfyfleet.cli.options import OUT_HELP, OutputParam, output_folder
 from comfyfleet.cli.output import ago, echo, plain, print_json, print_pairs, print_table
 
 if TYPE_CHECKING:

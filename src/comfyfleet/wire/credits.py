@@ -289,7 +289,7 @@ def run_line(run: RunEntry, *, shows_cost: bool) -> RunLine:
     )
 
 
-def written(lines: Iterable[PostingLine | RunLine], format_: Format) -> bytes:
+def encode_lines(lines: Iterable[PostingLine | RunLine], format_: Format) -> bytes:
     if format_ == "jsonl":
         return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     text = io.StringIO()
@@ -308,7 +308,7 @@ def _cell(text: str) -> str:
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
-def heading(kind: type[PostingLine | RunLine], format_: Format) -> bytes:
+def header_line(kind: type[PostingLine | RunLine], format_: Format) -> bytes:
     return ",".join(kind.__struct_fields__).encode() + b"\r\n" if format_ == "csv" else b""
 
 
