@@ -59,7 +59,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "submit upscale.json --attach 10.image=photo.png --watch",
         "submit video.json --vram 24 --deadline 2026-12-01T08:00",
     ),
-    "jobs": ("jobs", "jobs --status failed --since 24", "jobs --tenant acme --json"),
+    "jobs": ("jobs", "jobs --status failed --since 24h", "jobs --tenant acme --json"),
     "job": (
         "job show 9ac945c2",
         "job watch 9ac945c2 --out pictures",

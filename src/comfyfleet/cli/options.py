@@ -5,6 +5,7 @@ A flag that was not given is None or empty; then `settings.py` reads the value e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,42 @@ def level_of(given: Any) -> Any:
     """The name of a log level in its usual spelling. Any other value is returned as it is and refused later."""
     lower = given.lower() if isinstance(given, str) else given
     return "warning" if lower == "warn" else lower
+
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_DURATION = re.compile(rf"([0-9]+(?:\.[0-9]*)?)([{''.join(_UNITS_S)}]?)")
+
+
+class DurationParam(StringParamType):
+    """A time in seconds, written as 30m, 12h, 7d or as a number of hours."""
+
+    name = "time"
+    examples = "30m, 12h, 7d or a number of hours"
+
+    def __init__(self, *, may_be_zero: bool = False) -> None:
+        self._may_be_zero = may_be_zero
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = _DURATION.fullmatch(str(value).strip().lower())
+        seconds = -1.0 if found is None else float(found[1]) * _UNITS_S[found[2] or "h"]
+        if not 0 <= seconds < float("inf") or (seconds == 0 and not self._may_be_zero):
+            self.fail(f"{value!r} is not a length of time. Use {self.examples}.", param, ctx)
+        return seconds
+
+
+class DurationOrDateParam(DurationParam):
+    """A time in seconds, or a date (UTC) as a `datetime`."""
+
+    examples = "30m, 12h, 7d, a number of hours, or a date such as 2026-05-01"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return DATE.convert(value, param, ctx)
+        except click.BadParameter:
+            return super().convert(value, param, ctx)
+
+
+DATE = click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"])
 
 
 class Level(click.Choice[str]):
