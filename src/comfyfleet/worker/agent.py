@@ -88,7 +88,7 @@ class Agent:
         self._all_reported = asyncio.Event()
         self._all_reported.set()
         self._abandoned: list[LeaseRef] = []
-        """Leases of stopped runs, to be given back when the hub answers again."""
+        """Leases of stopped runs, to be released when the hub answers again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: asyncio.Task[None] | None = None
 
@@ -325,7 +325,7 @@ class Agent:
                 await self._api.release(Release(ref, reason))
             except Exception as error:
                 # A lease that the agent does not confirm ends by itself.
-                _log.info("worker %s: a lease could not be given back: %r", self.worker_id, error)
+                _log.info("worker %s: could not release a lease: %r", self.worker_id, error)
 
     def _stop_runs(self) -> None:
         for run in list(self._runs.values()):
@@ -337,8 +337,8 @@ class Agent:
         self._obey(beat)
         if self._abandoned:
             refs, self._abandoned = self._abandoned, []
-            # A hub that was away has extended these leases, and would wait for their ends.
-            self._own(self._release("drain", *refs))
+            # A hub that was away has extended these leases, and would wait until they expire. The worker stays.
+            self._own(self._release("retry", *refs))
         for server in self._servers:
             if server.set_wanted(beat.missing):
                 self._tend_now.set()
