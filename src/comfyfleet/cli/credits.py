@@ -181,7 +181,7 @@ def statement(tenant_id: str, after: int, limit: int, **flags: Any) -> None:
     type=click.Choice(["postings", "runs"]),
     default="postings",
     show_default=True,
-    help="The entries of the ledger, or what each ended run used.",
+    help="The entries of the ledger (postings), or what each ended round of a job used (runs).",
 )
 @click.option("--format", "form", type=click.Choice(["csv", "jsonl"]), default="csv", show_default=True)
 @_after_option("lines")

@@ -369,6 +369,7 @@ def _read_heads(notes: tuple[str, ...]) -> dict[str, str]:
 
 
 async def _entries(client: FleetClient, kind: Kind, since: float | None) -> AsyncIterator[dict[str, Any]]:
+    """Page by page, because a log may have millions of entries."""
     cursor: str | None = None
     while True:
         page = await client.audit(kind, since=since, cursor=cursor, limit=_PAGE_SIZE)

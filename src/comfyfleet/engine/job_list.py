@@ -36,10 +36,13 @@ async def list_jobs(
     newest_first: bool = False,
     among: Callable[[Sequence[Job]], Awaitable[Container[JobId]]] | None = None,
 ) -> JobPage:
-    """`among`: selects jobs of a page by more than their records."""
+    """The next `limit` jobs that match, and the cursor to go on if one call did not read them all.
+
+    `among`: returns the ids of the jobs of a page that match conditions which need more than the record."""
     found: list[Job] = []
     records_read = 0
     after = _start(wanted, after, newest_first)
+    # Stores cannot apply these conditions: most of a page may not match.
     filters_records = bool(wanted.workflow_hash or wanted.metadata or among)
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + _TIME_LIMIT_S

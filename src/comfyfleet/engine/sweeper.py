@@ -281,18 +281,19 @@ class Sweeper:
                 continue
             if await fleet.quarantine(worker.worker_id, None) is None:
                 continue
+            # The name of the end of a quarantine on the wire. A fact `released` has a job.
             self._context.publish_fleet_event("released", worker.worker_id)
             self._matcher.worker_freed(worker.worker_id)
 
     async def _end_tenant_pauses(self) -> None:
-        """The store ends holds by itself; waiting polls must look again."""
+        """The store leases jobs of a held tenant again by itself; waiting polls must look again."""
         ended_at, self._tenant_pause_end = (
             self._tenant_pause_end,
             await self._context.store.fair_share.next_hold_end(),
         )
         if ended_at is not None and ended_at != self._tenant_pause_end:
             self._matcher.everything_changed()
-        # An operator lifts holds without an end.
+        # An operator ends a hold that has no end of its own.
         if self._tenant_pause_end != float("inf"):
             self.wake_by(self._tenant_pause_end)
 

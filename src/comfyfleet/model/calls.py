@@ -6,7 +6,7 @@ The engine uses these values in process. Over HTTP the same values are encoded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
@@ -241,6 +241,9 @@ class FailureReport(LeaseReport, frozen=True):
 
 
 WorkerReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
+"""`drain`: the worker leaves. `cancelled`, `retry`: the run was stopped. `declined`: the service is busy with other
+work. An engine that releases a lease gives its reason in words."""
+DECLINED: Final[WorkerReleaseReason] = "declined"
 
 
 class Release(LeaseReport, frozen=True):

@@ -1,7 +1,7 @@
 """What follows from a failure or a release: whether, where and when to retry, and what counts as an attempt.
 
 `TABLE` has a rule for each failure kind; `after_failure` applies it to one dispatch with its limits. `failover.py`
-computes the block on the pair (worker, workflow hash). `after_release` limits how often a job is given back.
+computes the block on the pair (worker, workflow hash). `after_release` limits how often a job is released.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+from comfyfleet.model.calls import DECLINED
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import WorkerId
@@ -18,6 +19,8 @@ from comfyfleet.policy.rules import Rules
 
 
 class CountsAgainst(StrEnum):
+    """Which limit of the job an attempt counts against. The names are stored as `charged_to`; credits are not meant."""
+
     ATTEMPTS = "attempts"
     WORKER_FAULTS = "worker_faults"
     NOTHING = "nothing"
@@ -176,17 +179,17 @@ def after_failure(
 
 class ReleaseDecision(msgspec.Struct, frozen=True):
     releases: int
-    """How often the job was given back, as far as it counts."""
+    """How often the job was released. Declined leases do not count."""
     keep_off_until: float | None = None
-    """Until then the worker that gave the job back does not get it."""
+    """Until then the worker that released the job does not get it."""
     failure: Failure | None = None
-    """Set if the job was given back too often: it fails."""
+    """Set if the job was released too often: it fails."""
 
 
 def after_release(dispatch: Dispatch, reason: str, rules: Rules, now: float) -> ReleaseDecision:
     """A release costs no attempt, but only `max_releases` of them are allowed. A worker that declines a job is busy
     with other work: that does not count, and the worker would decline the job again at once."""
-    if reason == "declined":
+    if reason == DECLINED:
         return ReleaseDecision(dispatch.releases, keep_off_until=now + rules.acknowledge_s)
     if dispatch.releases >= rules.max_releases:
         message = f"given back {rules.max_releases} times without a result"

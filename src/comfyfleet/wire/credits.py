@@ -223,7 +223,7 @@ class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 class ExportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     of: Literal["postings", "runs"] = "postings"
-    """The entries of the ledger, or the usage of each ended round."""
+    """`postings`: the entries of the ledger. `runs`: what each ended round of a job used."""
     format: Format = "csv"
     after: Annotated[int, Meta(ge=0, le=2**62)] = 0
     """Continue after the line with this number, so that exports join without gap or overlap."""
