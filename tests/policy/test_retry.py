@@ -205,7 +205,7 @@ def test_a_job_that_was_given_back_too_often_fails() -> None:
         assert (decision.releases, decision.keep_off_until, decision.failure) == (count, None, None)
         job = msgspec.structs.replace(job, releases=decision.releases)
     failure = after_release(job, "drain", RULES, NOW).failure
-    assert failure == Failure(FailureKind.UNKNOWN, "given back 20 times without a result")
+    assert failure == Failure(FailureKind.UNKNOWN, "released 20 times without a result")
 
 
 @pytest.mark.parametrize("releases", [0, RULES.max_releases])

@@ -1,5 +1,5 @@
-"""Ends attempts that did not complete (failures, releases, stops): asks policy, writes its decision, publishes
-blocks.
+"""Ends attempts that did not complete: failures, expired leases, releases and requested stops. Asks policy, writes its
+decision, publishes blocks.
 
 Worker reports and the sweeper's findings both come here, so a failure has the same effect whoever notices
 it."""
@@ -50,6 +50,8 @@ _MAX_KEPT_OFF = 256
 
 
 class FailureHandler:
+    """Every end of an attempt except completion. `release` and `end_stopped` are no failures and cost no attempt."""
+
     def __init__(self, context: EngineContext, matcher: Matcher, refusals: RefusalHandler) -> None:
         self._context = context
         self._matcher = matcher
@@ -127,7 +129,7 @@ class FailureHandler:
         context = self._context
         if dispatch.stop is not None:
             return await self.end_stopped(dispatch, guard)
-        assert dispatch.lease is not None, "only a leased job is given back"
+        assert dispatch.lease is not None, "only a leased job is released"
         now = await context.store.now()
         decision = after_release(dispatch, reason, context.rules, now)
         if decision.failure is not None:

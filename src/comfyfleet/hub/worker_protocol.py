@@ -192,7 +192,7 @@ class WorkerHandlers:
         ref = call.data.ref
         await check_holder(self._engine, call.caller, [ref])
         reply = await self._engine.release(call.data)
-        _log_end(ref, f"given back: {call.data.reason}")
+        _log_end(ref, f"released: {call.data.reason}")
         return Reply(200, wire.report_answer(reply))
 
     async def check_files(self, result: JobResult, attempt_id: str) -> None:

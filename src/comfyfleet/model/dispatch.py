@@ -229,7 +229,7 @@ class AttemptOutcome(StrEnum):
     EXPIRED = "expired"
     """The lease expired after its first heartbeat."""
     RELEASED = "released"
-    """The lease was given back without a result, or was never acknowledged."""
+    """The lease was released without a result, or was never acknowledged."""
     CANCELLED = "cancelled"
     """The run was stopped: a cancel, a pause, a retry, or the end of the total timeout."""
 

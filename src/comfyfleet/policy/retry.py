@@ -192,7 +192,7 @@ def after_release(dispatch: Dispatch, reason: str, rules: Rules, now: float) -> 
     if reason == DECLINED:
         return ReleaseDecision(dispatch.releases, keep_off_until=now + rules.acknowledge_s)
     if dispatch.releases >= rules.max_releases:
-        message = f"given back {rules.max_releases} times without a result"
+        message = f"released {rules.max_releases} times without a result"
         return ReleaseDecision(dispatch.releases, failure=Failure(FailureKind.UNKNOWN, message))
     return ReleaseDecision(dispatch.releases + 1)
 

@@ -71,7 +71,7 @@ class StopReason(Enum):
 
     @property
     def release_reason(self) -> WorkerReleaseReason | None:
-        """The reason with which the lease is given back. None: the lease is gone already."""
+        """The reason with which the lease is released. None: the worker has lost the lease already."""
         return _RELEASES.get(self)
 
 
