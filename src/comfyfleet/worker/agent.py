@@ -346,7 +346,7 @@ class Agent:
     def _obey(self, beat: HeartbeatReply) -> None:
         for ref in beat.lost:
             if (run := self._runs.get(ref)) is not None:
-                run.stop(StopReason.LOST)
+                run.stop(StopReason.LEASE_LOST)
         for command in beat.commands:
             self._do(command)
 

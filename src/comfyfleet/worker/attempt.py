@@ -63,7 +63,7 @@ class StopReason(Enum):
     CANCELLED = "cancelled"
     RETRY = "retry"
     DRAIN = "drain"
-    LOST = "lost"
+    LEASE_LOST = "lease_lost"
     """The hub said that the lease is over. A report that it does not take is not repeated."""
     ABANDONED = "abandoned"
     """No heartbeat was confirmed for `abandon_share` (80 %) of the lease. The lease may still be alive, so a report is
@@ -382,7 +382,7 @@ class AttemptRun:
                 if backoff is None:
                     backoff = Backoff(self._settings)
                 pause_s = backoff.next_s()
-                is_lost, is_late = self._stop_reason is StopReason.LOST, self._is_late()
+                is_lost, is_late = self._stop_reason is StopReason.LEASE_LOST, self._is_late()
                 if is_lost or is_late or self._is_over_in(pause_s, self._patience_s):
                     self._log_unreported(error)
                     self.is_known_over = not is_late
