@@ -36,22 +36,26 @@ def test_what_was_done_is_listed_and_the_log_is_whole(run: Run) -> None:
     shown = run("audit", "list")
     assert shown.code == 0 and "pause_queue" in shown.output and "done" in shown.output
     assert run("audit", "list", "--jobs").output.strip() == "No entry matches."
+    for flag in ("--since", "--hours"):
+        assert len(run("audit", "list", flag, "1", "--json").json) == len(listed)
     found = run("audit", "verify", "--json")
     assert found.code == 0
     head = found.json["operations"]["head"]
     assert head == f"{listed[-1]['number']}:{listed[-1]['hash']}" and not found.json["jobs"]["problems"]
     run("queue", "pause")
     run("queue", "resume")
-    again = run("audit", "verify", "--since", f"operations={head}")
+    again = run("audit", "verify", "--known-head", f"operations={head}")
     assert again.code == 0 and f"{found.json['operations']['entries'] + 2} entries, intact" in again.output
 
 
 def test_a_head_that_is_not_there_any_more_is_told(run: Run) -> None:
-    ended = run("audit", "verify", "--since", f"operations=1:{'ab' * 32}")
+    ended = run("audit", "verify", "--known-head", f"operations=1:{'ab' * 32}")
     assert ended.code == 1 and "does not contain the noted entry 1" in ended.output
     assert "changed the audit log" in ended.errors
-    assert run("audit", "verify", "--since", "operations=1").code == 2
-    assert run("audit", "verify", "--since", f"other=1:{'ab' * 32}").code == 2
+    before = run("audit", "verify", "--since", f"operations=1:{'ab' * 32}")
+    assert (before.code, before.output) == (1, ended.output), "the flag's old name works"
+    assert run("audit", "verify", "--known-head", "operations=1").code == 2
+    assert run("audit", "verify", "--known-head", f"other=1:{'ab' * 32}").code == 2
 
 
 def test_an_entry_that_was_changed_on_its_way_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

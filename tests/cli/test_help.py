@@ -129,7 +129,7 @@ def test_the_help_of_a_command_fits_with_its_examples(path: tuple[str, ...]) -> 
     ("arguments", "words"),
     [
         (["up", "--fake", "x"], "'x' is not a valid whole number."),
-        (["jobs", "--since", "x"], "'x' is not a valid number."),
+        (["jobs", "--since", "x"], "'x' is not a length of time. Use 30m, 12h, 7d or a number of hours."),
         (
             ["jobs", "--status", "nope"],
             "Use queued (or waiting), leased (or running), completed (or done), failed",

@@ -9,7 +9,7 @@ import pytest
 from tests.engine._rig import Rig, graph
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.job_list import MAX_LOOKED_AT, list_jobs
+from comfyfleet.engine.job_list import MAX_RECORDS_READ, list_jobs
 from comfyfleet.model.calls import JobFilter
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
@@ -67,7 +67,7 @@ async def test_a_rare_mark_is_found_page_by_page_and_no_call_reads_more_than_its
         page = await list_jobs(
             records, JobFilter(metadata={"mark": "yes"}), 100, after, newest_first=newest_first
         )
-        assert records.read - before <= MAX_LOOKED_AT
+        assert records.read - before <= MAX_RECORDS_READ
         assert records.largest <= 50, "whole payloads, so only a few at a time"
         found += [job.submitted_at for job in page.jobs]
         calls, after = calls + 1, page.after
@@ -75,7 +75,7 @@ async def test_a_rare_mark_is_found_page_by_page_and_no_call_reads_more_than_its
             break
     marked = [number * 1000.0 + 999 for number in range(10)]
     assert found == (marked[::-1] if newest_first else marked)
-    assert calls == 10_000 // MAX_LOOKED_AT + 1
+    assert calls == 10_000 // MAX_RECORDS_READ + 1
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7, 100])

@@ -8,6 +8,7 @@ from tests.engine._rig import Rig
 from comfyfleet.model.calls import LeasedJob, Release
 from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, Phase, Readiness
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId, WorkerId
 
 
@@ -114,6 +115,9 @@ async def test_a_worker_that_dies_meanwhile_is_waited_for_thirty_seconds(
         await rig.clock.advance(0.1)
         after = await state_of(rig, job_id)
         assert (after.phase, after.standing, after.charged) == (Phase.QUEUED, standing, 0)
+        (fact,) = [event for event in rig.events if isinstance(event, Fact)][-1:]
+        reason = {"reason": "retry", "attempt": 1} if asked == "retry" else {}
+        assert fact.data == {**reason, "note": "the worker did not confirm"}
         with pytest.raises(Refusal) as refused:
             await rig.complete(leased)
         assert refused.value.code is RefusalCode.LEASE_LOST

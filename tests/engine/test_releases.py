@@ -32,9 +32,13 @@ async def test_a_job_that_is_given_back_more_than_twenty_times_fails() -> None:
         for _ in range(20):
             settled = await rig.engine.release(Release((await rig.take("a")).ref))
             assert settled.will_retry
-        settled = await rig.engine.release(Release((await rig.take("a")).ref))
+        last = await rig.take("a")
+        settled = await rig.engine.release(Release(last.ref))
         assert settled.phase is Phase.FAILED
-        assert (await rig.engine.get(job_id)).dispatch.releases == 20
+        view = await rig.engine.get(job_id)
+        assert view.dispatch.releases == 20
+        assert view.attempts[-1].outcome is AttemptOutcome.RELEASED
+        assert await rig.engine.release(Release(last.ref)) == settled, "a repeat gets the same answer"
 
 
 async def test_a_declined_job_is_kept_off_the_worker_for_a_while_and_never_given_up() -> None:

@@ -7,7 +7,7 @@ from tests.engine._rig import Rig, graph
 from tests.engine.test_failures import taken
 
 from comfyfleet.model.calls import Release
-from comfyfleet.model.dispatch import Phase, Readiness
+from comfyfleet.model.dispatch import AttemptOutcome, Phase, Readiness
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import WorkerId
@@ -126,6 +126,9 @@ async def test_the_total_time_ends_a_job_waiting_or_leased(is_leased: bool) -> N
             assert (command.action, command.job_id) == ("cancel", job_id), "its worker need not find out"
             with pytest.raises(Refusal):
                 await rig.complete(leased)
+            (attempt,) = (await rig.engine.get(job_id)).attempts
+            assert attempt.outcome is AttemptOutcome.CANCELLED, "no lease expired"
+            assert (await rig.engine.release(Release(leased.ref, "cancelled"))).phase is Phase.FAILED
 
 
 async def test_a_paused_job_keeps_its_place_and_waits_for_its_resume() -> None:

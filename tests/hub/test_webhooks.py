@@ -356,7 +356,7 @@ async def test_a_list_that_others_stand_in_leads_past_them_and_does_not_name_the
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handlers, "_PAGE", 1)
-    monkeypatch.setattr(handlers, "_MAX_LOOKED_AT", 2)
+    monkeypatch.setattr(handlers, "_MAX_RECORDS_READ", 2)
     events = ["queued", "leased", "completed"]
     others = [await run_one(rig, webhook={"url": receiver.url, "events": events}) for _ in range(3)]
     own = await run_one(rig, role=Role.TENANT, webhook=receiver.url)

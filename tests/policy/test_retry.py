@@ -13,7 +13,7 @@ from comfyfleet.model.ids import ClassKey, JobId, WorkerId, WorkflowHash
 from comfyfleet.policy.retry import (
     TABLE,
     BlockRule,
-    Charge,
+    CountsAgainst,
     RetryChoice,
     RetryDecision,
     after_failure,
@@ -88,7 +88,7 @@ def test_every_kind_of_failure_has_its_row() -> None:
 def test_what_can_run_nowhere_or_never_fails_at_once_and_blames_no_worker(kind: FailureKind) -> None:
     found = verdict(kind)
     assert not found.will_retry
-    assert found.charge is Charge.NOTHING
+    assert found.counts_against is CountsAgainst.NOTHING
     assert (found.charged, found.worker_faults) == (0, 0)
     assert not found.keep_off_worker
     assert TABLE[kind].block is BlockRule.NONE
@@ -205,7 +205,7 @@ def test_a_job_that_was_given_back_too_often_fails() -> None:
         assert (decision.releases, decision.keep_off_until, decision.failure) == (count, None, None)
         job = msgspec.structs.replace(job, releases=decision.releases)
     failure = after_release(job, "drain", RULES, NOW).failure
-    assert failure == Failure(FailureKind.UNKNOWN, "given back 20 times without a result")
+    assert failure == Failure(FailureKind.UNKNOWN, "released 20 times without a result")
 
 
 @pytest.mark.parametrize("releases", [0, RULES.max_releases])

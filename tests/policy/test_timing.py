@@ -12,7 +12,7 @@ from tests._examples import examples
 from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Readiness
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, WorkerId, WorkflowHash
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.timers import Due, requeued, review, wake_at
+from comfyfleet.policy.timers import DueAction, due_action, requeued, wake_at
 
 RULES = Rules()
 NOW = 10_000.0
@@ -60,25 +60,25 @@ def dispatches(draw: st.DrawFn) -> Dispatch:
 def test_after_a_review_the_next_moment_is_in_the_future_or_the_job_or_its_lease_has_ended(
     dispatch: Dispatch,
 ) -> None:
-    found = review(dispatch, NOW, RULES)
-    if found.due in (Due.NOTHING, Due.DEADLINE_FLAGGED):
+    found = due_action(dispatch, NOW, RULES)
+    if found.action in (DueAction.NOTHING, DueAction.DEADLINE_FLAGGED):
         assert found.change is not None
         after = found.change.apply(dispatch)
         assert after.due_at is None or after.due_at > NOW
         assert after.wake_at == wake_at(after, NOW, RULES)
-        again = review(after, NOW, RULES)
-        assert again.due is Due.NOTHING
+        again = due_action(after, NOW, RULES)
+        assert again.action is DueAction.NOTHING
         assert again.change is not None
         settled = again.change.apply(after)
         assert msgspec.structs.replace(settled, revision=after.revision) == after
     else:
         ends = {
-            Due.TOTAL_OVER: dispatch.expires_at,
-            Due.DEADLINE_OVER: dispatch.deadline_at,
-            Due.LEASE_OVER: dispatch.lease.expires_at if dispatch.lease else None,
-            Due.STOP_OVERDUE: (dispatch.cancel_requested_at or 0.0) + RULES.cancel_grace_s,
+            DueAction.TOTAL_OVER: dispatch.expires_at,
+            DueAction.DEADLINE_OVER: dispatch.deadline_at,
+            DueAction.LEASE_EXPIRED: dispatch.lease.expires_at if dispatch.lease else None,
+            DueAction.STOP_OVERDUE: (dispatch.cancel_requested_at or 0.0) + RULES.cancel_grace_s,
         }
-        end = ends[found.due]
+        end = ends[found.action]
         assert end is not None
         assert end <= NOW
 
@@ -88,13 +88,13 @@ def test_after_a_review_the_next_moment_is_in_the_future_or_the_job_or_its_lease
 def test_nothing_is_due_before_the_time_it_names(dispatch: Dispatch) -> None:
     fresh = msgspec.structs.replace(dispatch, wake_at=wake_at(dispatch, NOW - 2000, RULES))
     if fresh.due_at is None or fresh.due_at > NOW:
-        assert review(fresh, NOW, RULES).due is Due.NOTHING
+        assert due_action(fresh, NOW, RULES).action is DueAction.NOTHING
 
 
 def test_a_delayed_job_steps_into_its_lane_at_exactly_not_before() -> None:
     waiting = job(standing=Readiness.DELAYED, not_before=NOW)
-    early = review(waiting, NOW - 0.001, RULES).change
-    on_time = review(waiting, NOW, RULES).change
+    early = due_action(waiting, NOW - 0.001, RULES).change
+    on_time = due_action(waiting, NOW, RULES).change
     assert early is not None
     assert early.apply(waiting).standing is Readiness.DELAYED
     assert on_time is not None
@@ -103,14 +103,14 @@ def test_a_delayed_job_steps_into_its_lane_at_exactly_not_before() -> None:
 
 def test_a_paused_job_stays_paused_whatever_it_was_waiting_for() -> None:
     waiting = job(standing=Readiness.PAUSED, not_before=NOW - 1)
-    change = review(waiting, NOW, RULES).change
+    change = due_action(waiting, NOW, RULES).change
     assert change is not None
     assert change.apply(waiting).standing is Readiness.PAUSED
 
 
 def test_a_preference_relaxes_into_its_class_at_exactly_its_time() -> None:
     waiting = job(relax_at=NOW, relaxed_class=ClassKey("relaxed"))
-    change = review(waiting, NOW, RULES).change
+    change = due_action(waiting, NOW, RULES).change
     assert change is not None
     after = change.apply(waiting)
     assert (after.class_key, after.relax_at, after.relaxed_class) == ("relaxed", None, None)
@@ -121,13 +121,13 @@ def test_a_priority_rises_towards_its_deadline_in_steps() -> None:
     seen = []
     at: float | None = NOW
     while at is not None and at < NOW + 600:
-        change = review(waiting, at, RULES).change
+        change = due_action(waiting, at, RULES).change
         assert change is not None
         waiting = change.apply(waiting)
         seen.append(waiting.priority)
         at = waiting.wake_at
     assert seen == [5 + 10 * step for step in range(1, 11)]
-    assert review(waiting, NOW + 600, RULES).due is Due.DEADLINE_OVER
+    assert due_action(waiting, NOW + 600, RULES).action is DueAction.DEADLINE_OVER
 
 
 def test_no_deadline_lifts_a_priority_above_its_ceiling_and_no_timer_is_set_for_what_it_cuts_off() -> None:
@@ -135,7 +135,7 @@ def test_no_deadline_lifts_a_priority_above_its_ceiling_and_no_timer_is_set_for_
     seen = []
     at: float | None = NOW
     while at is not None and at < NOW + 600:
-        change = review(waiting, at, RULES).change
+        change = due_action(waiting, at, RULES).change
         assert change is not None
         waiting = change.apply(waiting)
         seen.append(waiting.priority)
@@ -145,25 +145,25 @@ def test_no_deadline_lifts_a_priority_above_its_ceiling_and_no_timer_is_set_for_
 
 def test_a_job_flagged_late_keeps_what_its_deadline_had_added() -> None:
     waiting = job(deadline_at=NOW, fails_at_deadline=False, base_priority=5, priority=95)
-    found = review(waiting, NOW, RULES)
-    assert found.due is Due.DEADLINE_FLAGGED
+    found = due_action(waiting, NOW, RULES)
+    assert found.action is DueAction.DEADLINE_FLAGGED
     assert found.change is not None
     late = found.change.apply(waiting)
     assert (late.priority, late.deadline_at) == (105, None)
-    later = review(late, NOW + 1000, RULES).change
+    later = due_action(late, NOW + 1000, RULES).change
     assert later is not None
     assert later.apply(late).priority == 105
 
 
 def test_a_lease_runs_through_a_deadline_but_not_through_the_end_of_its_total_time() -> None:
-    assert review(leased(NOW + 60, deadline_at=NOW - 1), NOW, RULES).due is Due.NOTHING
-    assert review(leased(NOW + 60, expires_at=NOW), NOW, RULES).due is Due.TOTAL_OVER
+    assert due_action(leased(NOW + 60, deadline_at=NOW - 1), NOW, RULES).action is DueAction.NOTHING
+    assert due_action(leased(NOW + 60, expires_at=NOW), NOW, RULES).action is DueAction.TOTAL_OVER
 
 
 def test_an_unconfirmed_cancel_is_overdue_after_exactly_its_grace() -> None:
     asked = leased(NOW + 60, cancel_requested_at=NOW - 30)
-    assert review(asked, NOW - 0.001, RULES).due is Due.NOTHING
-    assert review(asked, NOW, RULES).due is Due.STOP_OVERDUE
+    assert due_action(asked, NOW - 0.001, RULES).action is DueAction.NOTHING
+    assert due_action(asked, NOW, RULES).action is DueAction.STOP_OVERDUE
 
 
 def test_what_comes_back_from_a_lease_catches_up_with_the_time_that_passed() -> None:

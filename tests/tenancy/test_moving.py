@@ -33,12 +33,12 @@ from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
-from comfyfleet.tenancy.database import open_tenant_database, tenant_export
+from comfyfleet.tenancy.database import open_tenant_database, tenant_rows
 from comfyfleet.tenancy.database.encrypted import encrypted_database
 from comfyfleet.tenancy.database.executor import Row, for_postgres
 from comfyfleet.tenancy.database.port import AccountFrozen, TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
-from comfyfleet.tenancy.database.tenant_export import PARTS
+from comfyfleet.tenancy.database.tenant_rows import PARTS
 from comfyfleet.tenancy.relocation import TenantRelocation
 from comfyfleet.tenancy.tenants import TenantLocation, Tenants
 from comfyfleet.testing.contract.ledger_driver import ACME, BORG, LedgerDriver
@@ -289,7 +289,7 @@ async def test_a_book_is_closed_once_all_who_found_it_open_have_written(
     await database.open()
     await database.create_account(ACME)
     async with await psycopg.AsyncConnection.connect(url) as other:
-        await other.execute(for_postgres(tenant_export.LOOK).encode(), {"tenant": ACME})
+        await other.execute(for_postgres(tenant_rows.LOOK).encode(), {"tenant": ACME})
         await LedgerDriver(database).grant(5)
         closing = asyncio.ensure_future(database.freeze_account(ACME, 1))
         await asyncio.wait({closing}, timeout=0.5)
@@ -385,7 +385,7 @@ async def test_of_two_that_move_the_same_tenant_the_older_changes_nothing(tmp_pa
 
 
 def described() -> dict[str, set[str]]:
-    return {part: set(each.columns) for part, each in tenant_export.PARTS.items()}
+    return {part: set(each.columns) for part, each in tenant_rows.PARTS.items()}
 
 
 NOT_A_TENANTS = {"accounts", "inbox", "migrations", "sqlite_sequence"}

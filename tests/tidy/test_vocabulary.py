@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "comfyfleet"
 CLASSES = {
     "Cabinet", "Estate", "House", "Kept", "Door", "Places", "Gate", "Rounds", "Verdicts", "Lesson", "ShareBook",
     "Turns", "Sealer", "Carrier", "Homes", "BookClosed", "WholeJob", "Beat", "Settled", "Written", "Newest", "Follower",
-    "Relaying", "Teller", "Noted", "Applicant", "BlockShelf", "InsideApi",
+    "Relaying", "Teller", "Noted", "Applicant", "BlockShelf", "InsideApi", "Charge", "Due", "Review",
 }  # fmt: skip
 
 # Private words that were given up for the terms of the field. Each is sought in any case and inside identifiers.
@@ -40,7 +40,7 @@ STORED = {
         "src/comfyfleet/stores/sqlite/*.py",
         "src/comfyfleet/stores/*/migrations/*",
         "src/comfyfleet/tenancy/database/documents.py",
-        "src/comfyfleet/tenancy/database/tenant_export.py",
+        "src/comfyfleet/tenancy/database/tenant_rows.py",
         "src/comfyfleet/tenancy/database/*/migrations/*",
     ),
     "sealed": ("src/comfyfleet/model/encrypted.py",),

@@ -124,7 +124,7 @@ async def test_a_run_that_was_given_up_is_given_back_when_the_hub_answers_again(
         assert not api.named("release"), "the hub is still away"
         api.faults["heartbeat"].clear()
         await until(lambda: api.named("release"))
-    assert [(call.ref, call.reason) for call in api.named("release")] == [(job.ref, "drain")]
+    assert [(call.ref, call.reason) for call in api.named("release")] == [(job.ref, "retry")]
     assert not {"complete", "fail"} & set(api.names)
 
 

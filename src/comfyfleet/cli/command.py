@@ -59,7 +59,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "submit upscale.json --attach 10.image=photo.png --watch",
         "submit video.json --vram 24 --deadline 2026-12-01T08:00",
     ),
-    "jobs": ("jobs", "jobs --status failed --since 24", "jobs --tenant acme --json"),
+    "jobs": ("jobs", "jobs --status failed --since 24h", "jobs --tenant acme --json"),
     "job": (
         "job show 9ac945c2",
         "job watch 9ac945c2 --out pictures",
@@ -198,7 +198,8 @@ P = TypeVar("P", bound=_Page)
 async def collect_all(
     fetch: Callable[[str | None, int], Awaitable[P]], items: Callable[[P], Iterable[T]]
 ) -> list[T]:
-    """Reads every page."""
+    """Reads every page into a list: for commands that show a whole list, such as keys. `report_page` is for long lists
+    that the user continues with --cursor; `every_job` and `every_file` of the client never hold more than a page."""
     return (await collect(fetch, items))[0]
 
 
@@ -248,8 +249,8 @@ def report_page(
     )
 
 
-def refuse_group_options(context: click.Context, *values: object) -> bool:
-    """Whether a subcommand was called. Its group's own options would be ignored, so they are refused."""
+def runs_subcommand(context: click.Context, *values: object) -> bool:
+    """Whether a subcommand runs after its group. Options of the group itself would be ignored, so they are refused."""
     if context.invoked_subcommand is None:
         return False
     if any(values):

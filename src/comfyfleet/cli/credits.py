@@ -15,7 +15,7 @@ import click
 
 from comfyfleet.cli.command import group, hub_options, limit_option, report
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
-from comfyfleet.cli.options import HUB_SETTINGS, settings
+from comfyfleet.cli.options import DATE, HUB_SETTINGS, DurationOrDateParam, settings
 from comfyfleet.cli.output import echo, plain, print_pairs, print_table
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def statement(tenant_id: str, after: int, limit: int, **flags: Any) -> None:
     type=click.Choice(["postings", "runs"]),
     default="postings",
     show_default=True,
-    help="The entries of the ledger, or what each ended run used.",
+    help="The entries of the ledger (postings), or what each ended round of a job used (runs).",
 )
 @click.option("--format", "form", type=click.Choice(["csv", "jsonl"]), default="csv", show_default=True)
 @_after_option("lines")
@@ -197,7 +197,7 @@ def export(tenant_id: str, of: Any, form: Any, after: int, out: Path | None, **f
     from comfyfleet.cli.hub_connection import ask
 
     async def write(client: FleetClient) -> int | None:
-        pieces = client.export(tenant_id, of=of, format=form, after=after)
+        pieces = client.export_credits(tenant_id, of=of, format=form, after=after)
         return await (
             _write_export(pieces, sys.stdout.buffer, form) if out is None else _save(out, pieces, form)
         )
@@ -259,7 +259,7 @@ def when(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-_DATE = click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"])
+_DEFAULT_DAYS = 30
 
 
 @click.command("usage")
@@ -271,17 +271,23 @@ _DATE = click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"])
     help="One line for each of these. Default: tenant. Repeatable.",
 )
 @click.option(
-    "--days", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True, help="How far back."
+    "--since",
+    type=DurationOrDateParam(),
+    metavar="TIME|DATE",
+    help="The last 12h, 7d …, or from this date on (UTC). A number is hours. Default: 30d.",
 )
-@click.option("--since", type=_DATE, help="From this time on (UTC), instead of --days.")
-@click.option("--until", type=_DATE, help="Up to this time (UTC).")
+@click.option("--days", type=click.FloatRange(0, min_open=True), hidden=True, help="Use --since 7d.")
+@click.option("--until", type=DATE, help="Up to this time (UTC). --since then counts from here.")
 @hub_options
 def usage_command(
-    tenant: str | None, by: tuple[str, ...], days: float, since: Any, until: Any, **flags: Any
+    tenant: str | None, by: tuple[str, ...], days: float | None, since: Any, until: Any, **flags: Any
 ) -> None:
     """Sum up what ended runs used: GPU-seconds, credits, and the cost by the rates of the workers."""
     end = None if until is None else until.replace(tzinfo=UTC).timestamp()
-    start = (end or time.time()) - days * 86400 if since is None else since.replace(tzinfo=UTC).timestamp()
+    if since is None:
+        since = 86400 * (_DEFAULT_DAYS if days is None else days)
+    is_date = isinstance(since, datetime)
+    start = since.replace(tzinfo=UTC).timestamp() if is_date else (end or time.time()) - since
     chosen = tuple(dict.fromkeys(by)) or ("tenant",)
 
     def show(found: UsageList) -> None:

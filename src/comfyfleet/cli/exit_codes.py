@@ -7,14 +7,13 @@ that an optional package is missing. Every command imports this module, so it im
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.types import StringParamType
 
+from comfyfleet.cli.options import output_folder as output_folder
 from comfyfleet.model.errors import to_install
 
 if TYPE_CHECKING:
@@ -89,48 +88,6 @@ def as_called() -> str:
 
     called = sys.argv[0]
     return called if os.sep in called and shutil.which("comfyfleet") is None else "comfyfleet"
-
-
-OUT_HELP = (
-    "Folder for the outputs, or a pattern such as out/{job}_{node}_{index}{ext} (also {name}). Default: the current "
-    "folder. No file is overwritten."
-)
-
-
-class OutputParam(StringParamType):
-    """A folder for outputs, or a pattern for their names."""
-
-    name = "folder"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from comfyfleet.pool.output_files import OutputNames
-
-        if isinstance(value, OutputNames):
-            return value
-        try:
-            place = OutputNames.read(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if place.folder.exists() and not place.folder.is_dir():
-            self.fail(f"{place.folder} is a file, not a folder", param, ctx)
-        return place
-
-
-@contextmanager
-def output_folder(folder: Path | None) -> Iterator[None]:
-    """Creates the folder of `--out` before the work starts. Removes it again if nothing was saved there."""
-    is_new = folder is not None and not folder.exists()
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.BadParameter(f"cannot create {folder}: {error.strerror}", param_hint="--out") from error
-    try:
-        yield
-    finally:
-        if folder is not None and is_new:
-            with suppress(OSError):  # It holds outputs.
-                folder.rmdir()
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -17,8 +17,8 @@ from comfyfleet.cli.command import (
     complete_worker_ids,
     group,
     hub_options,
-    refuse_group_options,
     report,
+    runs_subcommand,
     short_ids,
 )
 from comfyfleet.cli.output import ago, echo, escaped, plain, print_json, print_pairs, print_table
@@ -47,7 +47,7 @@ def workers_command(context: click.Context, /, **flags: Any) -> None:
 
     `comfyfleet worker` runs a worker.
     """
-    if not refuse_group_options(context, *flags.values()):
+    if not runs_subcommand(context, *flags.values()):
         _list_workers(flags)
 
 
@@ -240,7 +240,7 @@ def blocks_command(context: click.Context, /, **flags: Any) -> None:
     The worker `*` means every worker: servers crashed while they ran that workflow, and the hub refuses it to its
     tenant until you lift the block. All other blocks end by themselves.
     """
-    if not refuse_group_options(context, *flags.values()):
+    if not runs_subcommand(context, *flags.values()):
         _list_blocks(flags)
 
 

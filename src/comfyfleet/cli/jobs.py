@@ -24,7 +24,8 @@ from comfyfleet.cli.command import (
     short_ids,
     whole_id,
 )
-from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, OutputParam, output_folder
+from comfyfleet.cli.exit_codes import CommandFailed
+from comfyfleet.cli.options import OUT_HELP, DurationParam, OutputParam, output_folder
 from comfyfleet.cli.output import ago, echo, plain, print_json, print_pairs, print_table
 
 if TYPE_CHECKING:
@@ -287,9 +288,10 @@ def _statuses() -> list[str]:
 )
 @click.option(
     "--since",
-    type=click.FloatRange(0, min_open=True),
-    metavar="HOURS",
-    help="Only jobs submitted in the last HOURS.",
+    "since_s",
+    type=DurationParam(),
+    metavar="TIME",
+    help="Only jobs submitted in the last 30m, 12h, 7d … A number is hours.",
 )
 @click.option("--tenant", metavar="NAME", help="Only jobs of this tenant.")
 @click.option("--workflow", "workflow_hash", metavar="HASH", help="Only jobs with this workflow hash.")
@@ -312,13 +314,13 @@ def _statuses() -> list[str]:
 )
 @hub_options
 def jobs_command(
-    since: float | None, labels: tuple[str, ...], limit: int, cursor: str | None, **flags: Any
+    since_s: float | None, labels: tuple[str, ...], limit: int, cursor: str | None, **flags: Any
 ) -> None:
     """List jobs, the newest first."""
     from comfyfleet.cli.submit import label
 
     wanted = {name: flags.pop(name) for name in ("status", "tenant", "workflow_hash", "unrunnable", "order")}
-    wanted["submitted_after"] = None if since is None else time.time() - since * 3600
+    wanted["submitted_after"] = None if since_s is None else time.time() - since_s
     wanted["metadata"] = dict(map(label, labels))
 
     report_page(
@@ -394,20 +396,21 @@ def retry_dead(job_ids: tuple[str, ...], **flags: Any) -> None:
 @dead_command.command("purge")
 @click.option(
     "--older-than",
-    type=click.FloatRange(0),
-    metavar="HOURS",
-    help="Only jobs that ended at least HOURS ago. Default: all.",
+    "age_s",
+    type=DurationParam(may_be_zero=True),
+    metavar="TIME",
+    help="Only jobs that ended at least 12h, 7d … ago. A number is hours. Default: all.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @hub_options
-def purge(older_than: float | None, yes: bool, **flags: Any) -> None:
+def purge(age_s: float | None, yes: bool, **flags: Any) -> None:
     """Delete failed jobs for good, the oldest first."""
     if not yes:
         # A script cannot answer: that means no, and is not an interruption.
         can_answer = sys.stdin is not None and sys.stdin.isatty()
         if not (can_answer and click.confirm("Delete the failed jobs for good?", err=True)):
             raise CommandFailed("nothing was deleted. Add --yes to delete without a question.")
-    before = None if older_than is None else time.time() - older_than * 3600
+    before = None if age_s is None else time.time() - age_s
 
     async def purge_all(client: FleetClient) -> int:
         purged = 0

@@ -11,6 +11,7 @@ import click
 
 from comfyfleet.cli.command import collect_all, group, hub_options, limit_option, report
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
+from comfyfleet.cli.options import DurationParam
 from comfyfleet.cli.output import ago, echo, plain, print_json, print_table
 
 if TYPE_CHECKING:
@@ -261,22 +262,25 @@ def audit_command() -> None:
     "--jobs", "is_of_jobs", is_flag=True, help="What callers did to jobs, instead of what operators did."
 )
 @click.option(
-    "--hours",
-    type=click.FloatRange(0, min_open=True),
-    default=24.0,
+    "--since",
+    "since_s",
+    type=DurationParam(),
+    default="24h",
     show_default=True,
-    help="Only entries of the last HOURS.",
+    metavar="TIME",
+    help="Only entries of the last 30m, 12h, 7d … A number is hours.",
 )
+@click.option("--hours", "old_since_s", type=DurationParam(), hidden=True, help="Use --since.")
 @limit_option(100)
 @hub_options
-def list_audit(is_of_jobs: bool, hours: float, limit: int, **flags: Any) -> None:
+def list_audit(is_of_jobs: bool, since_s: float, old_since_s: float | None, limit: int, **flags: Any) -> None:
     """List the newest entries, in order of time."""
     from collections import deque
 
     async def newest(client: FleetClient) -> list[dict[str, Any]]:
         found: deque[dict[str, Any]] = deque(maxlen=limit)
         kind: Kind = "jobs" if is_of_jobs else "operations"
-        async for entry in _entries(client, kind, time.time() - hours * 3600):
+        async for entry in _entries(client, kind, time.time() - (old_since_s or since_s)):
             found.append(entry)
         return list(found)
 
@@ -303,22 +307,23 @@ def _print_audit(entries: list[dict[str, Any]]) -> None:
 
 @audit_command.command("verify")
 @click.option(
-    "--since",
-    "notes",
+    "--known-head",
+    "heads",
     multiple=True,
     metavar="KIND=NUMBER:HASH",
     help="A head that you noted before; the log must still contain it. Repeatable.",
 )
+@click.option("--since", "old_heads", multiple=True, hidden=True, help="Use --known-head.")
 @hub_options
-def verify(notes: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+def verify(heads: tuple[str, ...], old_heads: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     """Verify that no entry was changed, removed, moved or inserted. Exit code 1 means that one was.
 
     This command computes every hash from the entries that the hub lists. Someone who can write to the store could
-    rewrite the end of the log, so keep the printed heads elsewhere and give them with --since the next time.
+    rewrite the end of the log, so keep the printed heads elsewhere and give them with --known-head the next time.
     """
     from comfyfleet.cli.hub_connection import ask
 
-    noted = _read_heads(notes)
+    noted = _read_heads((*heads, *old_heads))
 
     async def look(client: FleetClient) -> dict[str, AuditVerifier]:
         from comfyfleet.wire.keys import AuditVerifier
@@ -364,6 +369,7 @@ def _read_heads(notes: tuple[str, ...]) -> dict[str, str]:
 
 
 async def _entries(client: FleetClient, kind: Kind, since: float | None) -> AsyncIterator[dict[str, Any]]:
+    """Page by page, because a log may have millions of entries."""
     cursor: str | None = None
     while True:
         page = await client.audit(kind, since=since, cursor=cursor, limit=_PAGE_SIZE)

@@ -5,7 +5,10 @@ A flag that was not given is None or empty; then `settings.py` reads the value e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -27,6 +30,42 @@ def level_of(given: Any) -> Any:
     """The name of a log level in its usual spelling. Any other value is returned as it is and refused later."""
     lower = given.lower() if isinstance(given, str) else given
     return "warning" if lower == "warn" else lower
+
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_DURATION = re.compile(rf"([0-9]+(?:\.[0-9]*)?)([{''.join(_UNITS_S)}]?)")
+
+
+class DurationParam(StringParamType):
+    """A time in seconds, written as 30m, 12h, 7d or as a number of hours."""
+
+    name = "time"
+    examples = "30m, 12h, 7d or a number of hours"
+
+    def __init__(self, *, may_be_zero: bool = False) -> None:
+        self._may_be_zero = may_be_zero
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = _DURATION.fullmatch(str(value).strip().lower())
+        seconds = -1.0 if found is None else float(found[1]) * _UNITS_S[found[2] or "h"]
+        if not 0 <= seconds < float("inf") or (seconds == 0 and not self._may_be_zero):
+            self.fail(f"{value!r} is not a length of time. Use {self.examples}.", param, ctx)
+        return seconds
+
+
+class DurationOrDateParam(DurationParam):
+    """A time in seconds, or a date (UTC) as a `datetime`."""
+
+    examples = "30m, 12h, 7d, a number of hours, or a date such as 2026-05-01"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return DATE.convert(value, param, ctx)
+        except click.BadParameter:
+            return super().convert(value, param, ctx)
+
+
+DATE = click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"])
 
 
 class Level(click.Choice[str]):
@@ -247,3 +286,44 @@ attach_option = click.option(
     metavar="NODE.INPUT=FILE",
     help="Upload a file and use it as an input, such as 10.image=photo.png. Repeatable.",
 )
+
+OUT_HELP = (
+    "Folder for the outputs, or a pattern such as out/{job}_{node}_{index}{ext} (also {name}). Default: the current "
+    "folder. No file is overwritten."
+)
+
+
+class OutputParam(StringParamType):
+    """A folder for outputs, or a pattern for their names."""
+
+    name = "folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from comfyfleet.pool.output_files import OutputNames
+
+        if isinstance(value, OutputNames):
+            return value
+        try:
+            place = OutputNames.read(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if place.folder.exists() and not place.folder.is_dir():
+            self.fail(f"{place.folder} is a file, not a folder", param, ctx)
+        return place
+
+
+@contextmanager
+def output_folder(folder: Path | None) -> Iterator[None]:
+    """Creates the folder of `--out` before the work starts. Removes it again if nothing was saved there."""
+    is_new = folder is not None and not folder.exists()
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"cannot create {folder}: {error.strerror}", param_hint="--out") from error
+    try:
+        yield
+    finally:
+        if folder is not None and is_new:
+            with suppress(OSError):  # It holds outputs.
+                folder.rmdir()

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from comfyfleet.cli.command import command
-from comfyfleet.cli.exit_codes import (
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, naming_file, run
+from comfyfleet.cli.options import (
+    HUB_SETTINGS,
     OUT_HELP,
-    CommandFailed,
-    ExitCode,
+    AddressParam,
     OutputParam,
-    naming_file,
+    as_json,
+    attach_option,
     output_folder,
-    run,
+    set_option,
+    settings,
 )
-from comfyfleet.cli.options import HUB_SETTINGS, AddressParam, as_json, attach_option, set_option, settings
 from comfyfleet.cli.output import print_json, print_pairs
 
 if TYPE_CHECKING:

@@ -19,15 +19,8 @@ from comfyfleet.cli.command import (
     complete_worker_ids,
     hub_options,
 )
-from comfyfleet.cli.exit_codes import (
-    OUT_HELP,
-    CommandFailed,
-    ExitCode,
-    OutputParam,
-    naming_file,
-    output_folder,
-)
-from comfyfleet.cli.options import attach_option, set_option
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, naming_file
+from comfyfleet.cli.options import OUT_HELP, OutputParam, attach_option, output_folder, set_option
 from comfyfleet.cli.output import echo, print_json
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli import fleet
-from comfyfleet.cli.command import group, refuse_group_options
+from comfyfleet.cli.command import group, runs_subcommand
 from comfyfleet.cli.options import WORKER_SETTINGS, fake_beside_real, settings
 from comfyfleet.cli.output import echo
 from comfyfleet.cli.up import DRAIN_MESSAGE, end_with
@@ -72,7 +72,7 @@ def worker_command(
     running jobs finish, the second returns them to the queue at once. The commands below control a worker of a hub, as
     in `comfyfleet workers`.
     """
-    if refuse_group_options(context, config, changes, simulated, fake_beside_real, *flags.values()):
+    if runs_subcommand(context, config, changes, simulated, fake_beside_real, *flags.values()):
         return
     import asyncio
 

@@ -269,7 +269,7 @@ class TenantCalls:
         query = {"tenant": tenant, "since": since, "until": until, "by": ",".join(by)}
         return await self._link.ask("usage", wire_credits.UsageList, query=query)
 
-    async def export(
+    async def export_credits(
         self,
         tenant_id: str,
         *,

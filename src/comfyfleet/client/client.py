@@ -221,6 +221,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         return await self._link.ask("list_jobs", answers.JobList, query=query)
 
     async def every_job(self, **wanted: Any) -> AsyncIterator[answers.JobBody]:
+        """All jobs that match, read page by page as you go on. Takes the filters of `jobs`, which reads one page."""
         cursor: str | None = None
         while True:
             page = await self.jobs(**wanted, cursor=cursor)

@@ -34,8 +34,8 @@ class SyncFleetClient(BlockingFacade):
     def every_file(self, **wanted: Any) -> Iterator[FileView]:
         yield from self._each(self.client.every_file(**wanted))
 
-    def export(self, tenant_id: str, **wanted: Any) -> Iterator[bytes]:
-        yield from self._each(self.client.export(tenant_id, **wanted))
+    def export_credits(self, tenant_id: str, **wanted: Any) -> Iterator[bytes]:
+        yield from self._each(self.client.export_credits(tenant_id, **wanted))
 
     submit = blocking(FleetClient.submit)
     upload = blocking(FleetClient.upload)

@@ -158,8 +158,8 @@ async def _summary(
     if not able:
         assert nearest is not None
         return f"no worker can take it now; the nearest, {nearest.worker_id}, {nearest.reason}"
-    held = "" if dispatch.relax_at is None else "; it waits for a preferred worker"
-    return f"{len(able)} worker(s) can take it, {position or 0} job(s) are ahead of it{held}"
+    preference = "" if dispatch.relax_at is None else "; it waits for a preferred worker"
+    return f"{len(able)} worker(s) can take it, {position or 0} job(s) are ahead of it{preference}"
 
 
 def _until(terms: TenantTerms, now: float) -> str:

@@ -1,5 +1,5 @@
-"""Ends attempts that did not complete (failures, releases, stops): asks policy, writes its decision, publishes
-blocks.
+"""Ends attempts that did not complete: failures, expired leases, releases and requested stops. Asks policy, writes its
+decision, publishes blocks.
 
 Worker reports and the sweeper's findings both come here, so a failure has the same effect whoever notices
 it."""
@@ -32,7 +32,12 @@ from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.acceptance import is_refusal
-from comfyfleet.policy.failover import block_for_all_tenants, blocked_target, is_quarantined, when_alone
+from comfyfleet.policy.failover import (
+    block_for_all_tenants,
+    block_for_only_worker,
+    blocked_target,
+    is_quarantined,
+)
 from comfyfleet.policy.fair_share import used_s
 from comfyfleet.policy.lifecycle import Transition, cancelled, failed, target
 from comfyfleet.policy.poison_workflows import deaths_lately, failure_of_poison, refusal_of
@@ -45,6 +50,8 @@ _MAX_KEPT_OFF = 256
 
 
 class FailureHandler:
+    """Every end of an attempt except completion. `release` and `end_stopped` are no failures and cost no attempt."""
+
     def __init__(self, context: EngineContext, matcher: Matcher, refusals: RefusalHandler) -> None:
         self._context = context
         self._matcher = matcher
@@ -65,14 +72,14 @@ class FailureHandler:
             known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
             deaths = max(dispatch.server_deaths, deaths_lately(known, context.rules, now))
             dispatch = msgspec.structs.replace(dispatch, server_deaths=deaths)
-        block, known_block = await self._recorded(dispatch, worker_id, failure, now)
+        block, known_block = await self._record_in_strategy(dispatch, worker_id, failure, now)
         job = await context.store.records.get(dispatch.job_id)
         if block is not None and block.reason is BlockReason.REFUSED and job and job.payload.variants:
             # The hash covers several graphs, and the server refused only this one.
             block = None
         choice = await self._choice(dispatch, worker_id, block, now)
-        if (held := when_alone(block, known_block, failure, choice)) != block:
-            block, choice = held, await self._choice(dispatch, worker_id, held, now)
+        if (own := block_for_only_worker(block, known_block, failure, choice)) != block:
+            block, choice = own, await self._choice(dispatch, worker_id, own, now)
         refusing: frozenset[str] = frozenset()
         if is_refusal(failure):
             refusing = await self._refusals.refusing(dispatch, worker_id, failure, now)
@@ -92,11 +99,11 @@ class FailureHandler:
         refusing_block = refusal_of(dispatch, decision.server_deaths, now) if decision.is_poison else None
         if decision.will_retry:
             next_dispatch = await self._with_next_class(dispatch, failure, refusing, now)
-            write = self._decided(next_dispatch, guard, failure, decision, tuple(blocks), now)
+            write = self._write_of(next_dispatch, guard, failure, decision, tuple(blocks), now)
         else:
             refusals = () if refusing_block is None else (refusing_block,)
             final = failure if refusing_block is None else failure_of_poison(failure, dispatch)
-            write = self._decided(dispatch, guard, final, decision, (*blocks, *refusals), now)
+            write = self._write_of(dispatch, guard, final, decision, (*blocks, *refusals), now)
         written = await context.write(write)
         if written is None:
             return None
@@ -122,11 +129,11 @@ class FailureHandler:
         context = self._context
         if dispatch.stop is not None:
             return await self.end_stopped(dispatch, guard)
-        assert dispatch.lease is not None, "only a leased job is given back"
+        assert dispatch.lease is not None, "only a leased job is released"
         now = await context.store.now()
         decision = after_release(dispatch, reason, context.rules, now)
         if decision.failure is not None:
-            return await self.end_job(dispatch, decision.failure, guard)
+            return await self.end_job(dispatch, decision.failure, guard, outcome=AttemptOutcome.RELEASED)
         change = msgspec.structs.replace(self._requeued(dispatch, now), releases=decision.releases)
         blocks: tuple[Block, ...] = ()
         if (until := decision.keep_off_until) is not None:
@@ -159,23 +166,25 @@ class FailureHandler:
             if await self.release(current, AtRevision(current.revision), "the worker went away") is not None:
                 return
 
-    async def end_stopped(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
-        """Ends a lease with a stop request: the worker confirmed it, released the job, or ran out of time."""
+    async def end_stopped(self, dispatch: Dispatch, guard: Guard, note: str = "") -> Dispatch | None:
+        """Ends a lease with a stop request: the worker confirmed it, released the job, or ran out of time.
+
+        `note`: how it ended, if the worker did not confirm it. `reason` is only what a caller or worker gave."""
         context = self._context
         now = await context.store.now()
         job: dict[str, object] = {"phase": Phase.QUEUED}
-        data: dict[str, object] = {"reason": reason} if reason else {}
         match dispatch.stop:
             case Stop.CANCEL:
-                if dispatch.cancel_reason:
-                    data = {"reason": dispatch.cancel_reason, **({"note": reason} if reason else {})}
+                data: dict[str, object] = {"reason": dispatch.cancel_reason} if dispatch.cancel_reason else {}
                 change, kind = cancelled(dispatch), FactKind.CANCELLED
                 job = {"phase": Phase.CANCELLED, "completed_at": now}
             case Stop.PAUSE:
-                change, kind = self._requeued(dispatch, now), FactKind.PAUSED
+                change, kind, data = self._requeued(dispatch, now), FactKind.PAUSED, {}
             case _:
                 change, kind = self._requeued(dispatch, now), FactKind.RELEASED
-                data = {"reason": f"retry: {reason}" if reason else "retry", "attempt": dispatch.attempts}
+                data = {"reason": "retry", "attempt": dispatch.attempts}
+        if note:
+            data["note"] = note
         written = await context.write(
             Write(
                 dispatch.job_id,
@@ -216,13 +225,20 @@ class FailureHandler:
                 self._matcher.worker_freed(lifted.worker_id)
 
     async def end_job(
-        self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None
+        self,
+        dispatch: Dispatch,
+        failure: Failure,
+        guard: Guard | None = None,
+        outcome: AttemptOutcome = AttemptOutcome.FAILED,
     ) -> Dispatch | None:
-        """Fails a job that has reached one of its limits or cannot run, with or without a lease."""
+        """Fails a job that has reached one of its limits or cannot run, with or without a lease.
+
+        `outcome`: how the attempt ended if the job is leased. The worker's repeated report gets the same answer only
+        if it names what the worker did."""
         now = await self._context.store.now()
         end = None
         if dispatch.lease is not None:
-            end = AttemptEnd(AttemptOutcome.EXPIRED, failure=failure, used_s=used_s(dispatch.lease, now))
+            end = AttemptEnd(outcome, failure=failure, used_s=used_s(dispatch.lease, now))
         written = await self._context.write(
             Write(
                 dispatch.job_id,
@@ -235,7 +251,7 @@ class FailureHandler:
         )
         return None if written is None else written.dispatch
 
-    def _decided(
+    def _write_of(
         self,
         dispatch: Dispatch,
         guard: Guard,
@@ -306,7 +322,7 @@ class FailureHandler:
             blocks.append(Block(worker_id, dispatch.job_id, reason, 1, until))
         return blocks
 
-    async def _recorded(
+    async def _record_in_strategy(
         self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
     ) -> tuple[Block | None, Block | None]:
         """Counts the failure with the failover strategy. Returns the new block and the previous one."""
@@ -325,7 +341,7 @@ class FailureHandler:
     ) -> RetryChoice:
         fleet = self._context.fleet
         profiles = frozenset(fleet.profiles_for(dispatch.relaxed_class or dispatch.class_key))
-        others, is_blocked_everywhere, is_alone = 0, True, True
+        others, is_blocked_everywhere, is_only_worker = 0, True, True
         for worker in list(fleet.workers.values()):
             if worker.profile not in profiles:
                 continue
@@ -335,13 +351,13 @@ class FailureHandler:
                 for_all, for_tenant, for_job = dispatch.block_targets
                 is_blocked = await self._is_blocked(worker.worker_id, now, for_tenant, for_all)
                 takes_work = self._takes(dispatch, worker, now)
-                is_alone &= not takes_work
+                is_only_worker &= not takes_work
                 # A worker that failed this job too is no alternative.
                 if not is_blocked and takes_work:
                     others += not await self._is_blocked(worker.worker_id, now, for_job)
             # An offline worker may still return and run it.
             is_blocked_everywhere &= is_blocked
-        return RetryChoice(others, is_blocked_everywhere, is_alone)
+        return RetryChoice(others, is_blocked_everywhere, is_only_worker)
 
     def _takes(self, dispatch: Dispatch, worker: WorkerRecord, now: float) -> bool:
         """Whether the worker takes such work now, ignoring blocks."""
@@ -427,7 +443,7 @@ class FailureHandler:
 def _end(dispatch: Dispatch, failure: Failure, decision: RetryDecision, now: float) -> AttemptEnd:
     is_expiry = failure.kind is FailureKind.LEASE_EXPIRED
     outcome = AttemptOutcome.EXPIRED if is_expiry else AttemptOutcome.FAILED
-    return AttemptEnd(outcome, decision.charge.value, failure, used_s(dispatch.lease, now))
+    return AttemptEnd(outcome, decision.counts_against.value, failure, used_s(dispatch.lease, now))
 
 
 def _fact_data(failure: Failure, why: str, dispatch: Dispatch) -> dict[str, object]:

@@ -16,7 +16,7 @@ from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job
 from comfyfleet.ports import RecordQuery, Records
 
-MAX_LOOKED_AT = 2_000
+MAX_RECORDS_READ = 2_000
 """Records that one call reads; each comes with its payload."""
 _TIME_LIMIT_S = 2.0
 """A call that takes this long returns where to continue."""
@@ -36,15 +36,18 @@ async def list_jobs(
     newest_first: bool = False,
     among: Callable[[Sequence[Job]], Awaitable[Container[JobId]]] | None = None,
 ) -> JobPage:
-    """`among`: selects jobs of a page by more than their records."""
+    """The next `limit` jobs that match, and the cursor to go on if one call did not read them all.
+
+    `among`: returns the ids of the jobs of a page that match conditions which need more than the record."""
     found: list[Job] = []
-    looked_at = 0
+    records_read = 0
     after = _start(wanted, after, newest_first)
-    looks_inside = bool(wanted.workflow_hash or wanted.metadata or among)
+    # Stores cannot apply these conditions: most of a page may not match.
+    filters_records = bool(wanted.workflow_hash or wanted.metadata or among)
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + _TIME_LIMIT_S
-    while looked_at < MAX_LOOKED_AT and (loop.time() < ends_at or not looked_at):
-        size = _PAGE if looks_inside else limit - len(found) + 1
+    while records_read < MAX_RECORDS_READ and (loop.time() < ends_at or not records_read):
+        size = _PAGE if filters_records else limit - len(found) + 1
         page = await records.listing(
             RecordQuery(
                 tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after, newest_first=newest_first
@@ -59,7 +62,7 @@ async def list_jobs(
                     return JobPage(tuple(found), after)
                 found.append(job)
             after = job.job_id
-        looked_at += len(page)
+        records_read += len(page)
         if len(page) < size:
             return JobPage(tuple(found))
         # An in-process store never yields, and there may be a hundred pages.

@@ -158,34 +158,34 @@ class StoreMove:
     async def _await_leases(self, wait_s: float) -> None:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + wait_s
-        while held := await self._held():
+        while leased := await self._leased_jobs():
             if loop.time() >= give_up_at:
                 now = await self._source.now()
-                leases = [each.lease for each in held if each.lease is not None]
+                leases = [each.lease for each in leased if each.lease is not None]
                 workers = sorted({lease.worker_id for lease in leases})
                 last_s = max((lease.expires_at for lease in leases), default=now) - now
                 raise Refusal(
                     RefusalCode.WRONG_PHASE,
-                    f"{len(held)} jobs of the source are running ({_some(workers)}). Nothing was moved, and "
+                    f"{len(leased)} jobs of the source are running ({_some(workers)}). Nothing was moved, and "
                     "the queue is as before. Wait until they end; without heartbeats their last lease expires in "
                     f"{max(last_s, 0):.0f} s",
-                    leases=len(held),
+                    leases=len(leased),
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _held(self) -> list[Dispatch]:
+    async def _leased_jobs(self) -> list[Dispatch]:
         """The jobs under a live lease. Requeues jobs whose lease has expired."""
         if not (await self._source.counts()).by_phase[Phase.LEASED]:
             return []
-        held = []
+        leased = []
         async for page in record_pages(self._source.records, None, Phase.LEASED, _PAGE):
             for job in page:
                 dispatch = await self._source.load(job.job_id)
                 if dispatch is None or dispatch.lease is None:
                     continue
                 if dispatch.lease.expires_at > await self._source.now() or not await self._release(dispatch):
-                    held.append(dispatch)
-        return held
+                    leased.append(dispatch)
+        return leased
 
     async def _release(self, dispatch: Dispatch) -> bool:
         """Without a charge: the worker or a stopped store may be the cause."""

@@ -21,13 +21,13 @@ from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.engine.poison_workflows import PoisonWorkflows
 from comfyfleet.engine.worker_operations import WorkerOperations
-from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Stop, Write
+from comfyfleet.model.dispatch import AtRevision, AttemptOutcome, Dispatch, Phase, Stop, Write
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.tenants import reader_of
-from comfyfleet.policy.timers import Due, review
+from comfyfleet.policy.timers import DueAction, due_action
 from comfyfleet.ports import Timer
 from comfyfleet.tracing import in_background, log_failure
 
@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 _BATCH = 256
 _TENANT_PATIENCE_S = 1.0
 """How long a page waits for tenant databases."""
-_RETRY_S = 0.01
+_MIN_PAUSE_S = 0.01
 _PURGE_BATCH = 10_000
 _PURGE_EVERY_S = 60.0
 _FORGET_BATCH = 100
@@ -67,8 +67,8 @@ class Sweeper:
         self._running: asyncio.Task[None] | None = None
         self._is_due_again = False
         self._purged_at = 0.0
-        self._hold_end: float | None = None
-        self._attending: dict[TenantId, asyncio.Task[bool]] = {}
+        self._tenant_pause_end: float | None = None
+        self._by_tenant: dict[TenantId, asyncio.Task[bool]] = {}
         self._away: set[TenantId] = set()
         """Tenants whose database was away, so that the log says it once."""
         self._is_closed = False
@@ -115,15 +115,15 @@ class Sweeper:
         await self._find_lost_workers()
         with best_effort("lift needless blocks"):
             await self._failures.end_needless_blocks()
-        await self._end_holds()
-        is_all_done = await self._attend_to_due()
+        await self._end_tenant_pauses()
+        is_all_done = await self._handle_due_jobs()
         await self._purge()
         # Failed work is still due; an immediate retry would only repeat the fault.
-        earliest = await context.store.now() + (_RETRY_S if is_all_done else context.rules.sweep_s)
+        earliest = await context.store.now() + (_MIN_PAUSE_S if is_all_done else context.rules.sweep_s)
         for at in (await context.store.next_due(), await context.store.next_block_end()):
             self.wake_by(at if at is None else max(at, earliest))
 
-    async def _attend_to_due(self) -> bool:
+    async def _handle_due_jobs(self) -> bool:
         """Handles all due jobs, page by page. Failed ones and slow databases do not delay the others."""
         store, began, is_all_done = self._context.store, await self._context.store.now(), True
         left_out: set[TenantId] = set()
@@ -133,18 +133,18 @@ class Sweeper:
             of_tenants: dict[TenantId, list[Dispatch]] = {}
             for dispatch in due:
                 if not self._context.reaches_tenants:
-                    is_all_done &= await self._attend_or_log(dispatch)
+                    is_all_done &= await self._handle_or_log(dispatch)
                 elif dispatch.tenant not in left_out:
                     of_tenants.setdefault(dispatch.tenant, []).append(dispatch)
-            left_out |= await self._attend_to_tenants(of_tenants)
+            left_out |= await self._handle_tenants(of_tenants)
             # Jobs that fell due meanwhile have their own timer.
             if len(due) < _BATCH or last.due_at is None or last.due_at > began:
                 break
         return is_all_done and not left_out
 
-    async def _attend_or_log(self, dispatch: Dispatch) -> bool:
+    async def _handle_or_log(self, dispatch: Dispatch) -> bool:
         try:
-            await self._attend(dispatch)
+            await self._handle_due(dispatch)
         except Exception:
             log_failure(
                 _LOG, "could not handle job %s, which is due; the next sweep tries again", dispatch.job_id
@@ -152,27 +152,27 @@ class Sweeper:
             return False
         return True
 
-    async def _attend_to_tenants(self, due: dict[TenantId, list[Dispatch]]) -> set[TenantId]:
+    async def _handle_tenants(self, due: dict[TenantId, list[Dispatch]]) -> set[TenantId]:
         """Returns the tenants with work left. A slow database delays only its own tenant."""
-        left = {tenant for tenant in due if tenant in self._attending}
+        left = {tenant for tenant in due if tenant in self._by_tenant}
         for tenant in due.keys() - left:
-            task = asyncio.create_task(self._attend_to_tenant(tenant, due[tenant]), name=f"sweep {tenant}")
-            self._attending[tenant] = task
-            task.add_done_callback(partial(self._attended, tenant))
-        tasks = {tenant: self._attending[tenant] for tenant in due.keys() - left}
+            task = asyncio.create_task(self._handle_tenant(tenant, due[tenant]), name=f"sweep {tenant}")
+            self._by_tenant[tenant] = task
+            task.add_done_callback(partial(self._tenant_done, tenant))
+        tasks = {tenant: self._by_tenant[tenant] for tenant in due.keys() - left}
         if tasks:
             await asyncio.wait(tasks.values(), timeout=_TENANT_PATIENCE_S)
         return left | {tenant for tenant, task in tasks.items() if not (task.done() and task.result())}
 
-    def _attended(self, tenant: TenantId, _: asyncio.Task[bool]) -> None:
-        del self._attending[tenant]
+    def _tenant_done(self, tenant: TenantId, _: asyncio.Task[bool]) -> None:
+        del self._by_tenant[tenant]
 
-    async def _attend_to_tenant(self, tenant: TenantId, due: list[Dispatch]) -> bool:
+    async def _handle_tenant(self, tenant: TenantId, due: list[Dispatch]) -> bool:
         """False: work is left. Stops at the first fault of the tenant's database."""
         is_all_done = True
         for dispatch in due:
             try:
-                await self._attend(dispatch)
+                await self._handle_due(dispatch)
             except Fault as fault:
                 if tenant not in self._away:
                     self._away.add(tenant)
@@ -194,36 +194,37 @@ class Sweeper:
             summary = found.summary
         return summary and f": {summary}"
 
-    async def _attend(self, dispatch: Dispatch) -> None:
+    async def _handle_due(self, dispatch: Dispatch) -> None:
         context = self._context
         now = await context.store.now()
         if self._still_hopes_for_memory(dispatch, now):
             dispatch = msgspec.structs.replace(dispatch, relax_at=now + context.rules.bigger_card_wait_s)
-        found = review(dispatch, now, context.rules)
+        found = due_action(dispatch, now, context.rules)
         if (
             dispatch.awaits_jobs
-            and found.due is Due.NOTHING
+            and found.action is DueAction.NOTHING
             and await self._dependencies.recheck(dispatch.job_id)
         ):
             return
-        match found.due:
-            case Due.TOTAL_OVER:
+        match found.action:
+            case DueAction.TOTAL_OVER:
                 words = f"the total time given to the job is over{await self._why(dispatch)}"
                 failure = Failure(FailureKind.TOTAL_TIMEOUT, words)
-                ended = await self._failures.end_job(dispatch, failure)
+                # The worker is told to stop, as for a cancel.
+                ended = await self._failures.end_job(dispatch, failure, outcome=AttemptOutcome.CANCELLED)
                 if ended is not None and dispatch.lease is not None:
                     await self._commands.send_stop(dispatch, Stop.CANCEL)
-            case Due.DEADLINE_OVER:
+            case DueAction.DEADLINE_OVER:
                 words = f"the deadline passed before a worker was free{await self._why(dispatch)}"
                 await self._failures.end_job(dispatch, Failure(FailureKind.DEADLINE_PASSED, words))
-            case Due.STOP_OVERDUE:
+            case DueAction.STOP_OVERDUE:
                 await self._failures.end_stopped(dispatch, AtRevision(dispatch.revision), _UNCONFIRMED)
-            case Due.LEASE_OVER:
+            case DueAction.LEASE_EXPIRED:
                 await self._expire(dispatch)
-            case Due.NOTHING | Due.DEADLINE_FLAGGED:
+            case DueAction.NOTHING | DueAction.DEADLINE_FLAGGED:
                 if found.change is None:
                     return
-                is_late = found.due is Due.DEADLINE_FLAGGED
+                is_late = found.action is DueAction.DEADLINE_FLAGGED
                 written = await context.write(
                     Write(
                         dispatch.job_id,
@@ -280,17 +281,21 @@ class Sweeper:
                 continue
             if await fleet.quarantine(worker.worker_id, None) is None:
                 continue
+            # The name of the end of a quarantine on the wire. A fact `released` has a job.
             self._context.publish_fleet_event("released", worker.worker_id)
             self._matcher.worker_freed(worker.worker_id)
 
-    async def _end_holds(self) -> None:
-        """The store ends holds by itself; waiting polls must look again."""
-        ended_at, self._hold_end = self._hold_end, await self._context.store.fair_share.next_hold_end()
-        if ended_at is not None and ended_at != self._hold_end:
+    async def _end_tenant_pauses(self) -> None:
+        """The store leases jobs of a held tenant again by itself; waiting polls must look again."""
+        ended_at, self._tenant_pause_end = (
+            self._tenant_pause_end,
+            await self._context.store.fair_share.next_hold_end(),
+        )
+        if ended_at is not None and ended_at != self._tenant_pause_end:
             self._matcher.everything_changed()
-        # An operator lifts holds without an end.
-        if self._hold_end != float("inf"):
-            self.wake_by(self._hold_end)
+        # An operator ends a hold that has no end of its own.
+        if self._tenant_pause_end != float("inf"):
+            self.wake_by(self._tenant_pause_end)
 
     async def _find_lost_workers(self) -> None:
         now, limit_s = self._context.clock.now(), self._context.rules.worker_lost_s
@@ -335,4 +340,4 @@ class Sweeper:
     async def close(self) -> None:
         self._is_closed = True
         await self._poison_workflows.close()
-        await stop(self._timer, self._running, *self._attending.values())
+        await stop(self._timer, self._running, *self._by_tenant.values())

@@ -184,7 +184,7 @@ class Hub:
             self.limits,
             self.audit,
             connection_limits,
-            metrics.answered,
+            metrics.record_answer,
             self._bodies,
             health.suspect,
         )

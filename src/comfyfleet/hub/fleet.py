@@ -40,12 +40,12 @@ async def workers_seen(
     """Those of the workers that the caller may see, with their leases and blocks. Default: all workers."""
     if workers is None:
         workers = await engine.workers()
-    held = await engine.leases(workers)
+    leases = await engine.leases(workers)
     ends = await _block_ends(engine, caller)
     return [
-        _with_blocks(_details_for(worker, held[worker.worker_id], caller), ends.get(worker.worker_id, []))
+        _with_blocks(_details_for(worker, leases[worker.worker_id], caller), ends.get(worker.worker_id, []))
         for worker in workers
-        if _may_see_worker(worker, held[worker.worker_id], caller)
+        if _may_see_worker(worker, leases[worker.worker_id], caller)
     ]
 
 

@@ -140,13 +140,13 @@ class JobHandlers:
                 return Reply(200, answers.JobList(()))
             tenant = TenantId(query.tenant)
         wanted = JobFilter(
-            tenant,
-            None if query.status is None else parse_status(query.status),
-            None if query.workflow_hash is None else WorkflowHash(query.workflow_hash),
-            query.metadata,
-            bodies.seconds_of(query.submitted_after),
-            bodies.seconds_of(query.submitted_before),
-            query.unrunnable,
+            tenant=tenant,
+            phase=None if query.status is None else parse_status(query.status),
+            workflow_hash=None if query.workflow_hash is None else WorkflowHash(query.workflow_hash),
+            metadata=query.metadata,
+            submitted_after=bodies.seconds_of(query.submitted_after),
+            submitted_before=bodies.seconds_of(query.submitted_before),
+            unrunnable=query.unrunnable,
         )
         after = None if query.cursor is None else JobId(query.cursor)
         newest_first = query.order == "newest"

@@ -1,4 +1,4 @@
-"""Metrics in the Prometheus format. The engine and the request pipeline report events; neither counts itself.
+"""Metrics in the Prometheus format. The engine and the request pipeline report events; neither keeps counters.
 
 Counters describe this process since its start; sum them over all hubs. Gauges of jobs and workers come from
 the store at each scrape and are the same at every hub. No label holds an id.
@@ -72,7 +72,7 @@ class Metrics:
             ["kind"],
             registry=registry,
         )
-        self._failures = {kind.value: failures.labels(kind.value) for kind in FailureKind}
+        self._failures = {each.value: failures.labels(each.value) for each in FailureKind}
         self._wait = Histogram(
             "comfyfleet_job_wait_seconds",
             "From submission, or from the job's earliest start time, to the first lease",
@@ -109,6 +109,7 @@ class Metrics:
 
     def _count(self, fact: Fact, written: WriteResult) -> None:
         data = fact.data or {}
+        failure_kind = data.get("kind", "")
         if fact.kind is FactKind.QUEUED:
             self._events["submitted" if fact.round == 1 else "reopened"].inc()
             return
@@ -122,12 +123,12 @@ class Metrics:
                 self._wait.observe(max(0.0, dispatch.lease.leased_at - since))
         elif fact.kind is FactKind.COMPLETED:
             self._run.observe(data.get("seconds", 0.0))
-        elif (failure := self._failures.get(data.get("kind", ""))) is not None:
+        elif (failure := self._failures.get(failure_kind)) is not None:
             failure.inc()
-            if data["kind"] == FailureKind.LEASE_EXPIRED:
+            if failure_kind == FailureKind.LEASE_EXPIRED:
                 self._events["expired"].inc()
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
+    def record_answer(self, route: str, status: int, seconds: float) -> None:
         known = self._by_answer.get((route, status))
         if known is None:
             known = (self._requests.labels(route, str(status)), self._seconds.labels(route))
@@ -135,7 +136,7 @@ class Metrics:
         known[0].inc()
         known[1].observe(seconds)
 
-    def text(self, stored: StoredFigures | None, idle_slots: int) -> bytes:
+    def render(self, stored: StoredFigures | None, idle_slots: int) -> bytes:
         """`stored` is None if the store does not answer."""
         self._stored, self._idle_slots = stored, idle_slots
         return generate_latest(self._registry)
@@ -143,12 +144,12 @@ class Metrics:
     def collect(self) -> Iterator[GaugeMetricFamily | InfoMetricFamily]:
         """Called by the registry for values that are looked up, not counted."""
         yield InfoMetricFamily("comfyfleet", "The version of this hub", {"version": self._version})
-        held = GaugeMetricFamily(
+        connections = GaugeMetricFamily(
             "comfyfleet_connections", "Streams, sockets and parked requests of this process", labels=["kind"]
         )
         for kind, number in self._connection_limits.counts().items():
-            held.add_metric([kind], number)
-        yield held
+            connections.add_metric([kind], number)
+        yield connections
         yield GaugeMetricFamily(
             "comfyfleet_idle_slots", "Slots that wait for a job at this process", self._idle_slots
         )
@@ -208,20 +209,20 @@ class MetricsHandlers:
         stored = None
         try:
             async with asyncio.timeout(_STORE_ANSWERS_WITHIN_S):
-                stored = await self._look()
+                stored = await self._read_store()
         except Refusal:
             raise
         except Exception as error:
             _LOG.warning("the store did not answer while metrics were collected: %r", error)
-        text = self._metrics.text(stored, self._engine.idle_slots)
+        text = self._metrics.render(stored, self._engine.idle_slots)
         return Reply(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    async def _look(self) -> StoredFigures:
+    async def _read_store(self) -> StoredFigures:
         # All records of a large fleet are megabytes, so a recent read is reused.
         reader, workers = self._engine.reader, await self._engine.workers(max_age_s=_WORKERS_MAX_AGE_S)
-        # Most workers in a long list are offline and hold nothing.
-        held = await self._engine.leases(worker for worker in workers if not worker.is_offline)
-        statuses = Tally(worker_status(worker, held.get(worker.worker_id, [])) for worker in workers)
+        # Most workers in a long list are offline and have no lease.
+        leases = await self._engine.leases(worker for worker in workers if not worker.is_offline)
+        statuses = Tally(worker_status(worker, leases.get(worker.worker_id, [])) for worker in workers)
         slots = sum(worker.slots for worker in workers if not worker.is_offline)
         unrunnable = await self._engine.unrunnable()
         return StoredFigures(

@@ -175,27 +175,25 @@ class WorkerHandlers:
         await check_holder(self._engine, call.caller, [ref])
         await self.check_files(body.result, ref.attempt_id)
         holder = await self._holder(body)
-        settled = await self._engine.complete(Completion(ref, await sanitized(body.result), body.seconds))
+        reply = await self._engine.complete(Completion(ref, await sanitized(body.result), body.seconds))
         _log_end(ref, "completed")
-        return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
+        return Reply(200, wire.report_answer(reply, await self._following(call.caller, body.next, holder)))
 
     async def worker_fail(self, call: HubRequest[wire.FailBody]) -> Reply:
         body = call.data
         ref = body.ref
         await check_holder(self._engine, call.caller, [ref])
         holder = await self._holder(body)
-        settled = await self._engine.fail(
-            FailureReport(ref, safe_failure(bounded(body.failure)), body.seconds)
-        )
+        reply = await self._engine.fail(FailureReport(ref, safe_failure(bounded(body.failure)), body.seconds))
         _log_end(ref, f"failed ({body.failure.kind}): {body.failure.message[:1_000]}")
-        return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
+        return Reply(200, wire.report_answer(reply, await self._following(call.caller, body.next, holder)))
 
     async def worker_release(self, call: HubRequest[Release]) -> Reply:
         ref = call.data.ref
         await check_holder(self._engine, call.caller, [ref])
-        settled = await self._engine.release(call.data)
-        _log_end(ref, f"given back: {call.data.reason}")
-        return Reply(200, wire.settled_answer(settled))
+        reply = await self._engine.release(call.data)
+        _log_end(ref, f"released: {call.data.reason}")
+        return Reply(200, wire.report_answer(reply))
 
     async def check_files(self, result: JobResult, attempt_id: str) -> None:
         """Every file that a completion names must be uploaded completely, and by the same attempt."""

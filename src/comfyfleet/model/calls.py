@@ -6,7 +6,7 @@ The engine uses these values in process. Over HTTP the same values are encoded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
@@ -240,13 +240,16 @@ class FailureReport(LeaseReport, frozen=True):
     seconds: Seconds = 0.0
 
 
-ReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
+WorkerReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
+"""`drain`: the worker leaves. `cancelled`, `retry`: the run was stopped. `declined`: the service is busy with other
+work. An engine that releases a lease gives its reason in words."""
+DECLINED: Final[WorkerReleaseReason] = "declined"
 
 
 class Release(LeaseReport, frozen=True):
     """The worker gives the lease back. `cancelled` confirms that the run was stopped."""
 
-    reason: ReleaseReason = "drain"
+    reason: WorkerReleaseReason = "drain"
 
 
 class ReportReply(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -133,7 +133,7 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     attempts: int = 0
     """All starts, whether they count as attempts of the job or not."""
     charged: int = 0
-    """The attempts that count against `max_attempts`."""
+    """How many attempts count against `max_attempts`. Nothing to do with credits."""
     worker_faults: int = 0
     releases: int = 0
     max_attempts: int = 3
@@ -227,8 +227,11 @@ class AttemptOutcome(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     EXPIRED = "expired"
+    """The lease expired after its first heartbeat."""
     RELEASED = "released"
+    """The lease was released without a result, or was never acknowledged."""
     CANCELLED = "cancelled"
+    """The run was stopped: a cancel, a pause, a retry, or the end of the total timeout."""
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -242,8 +245,10 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
     outcome: AttemptOutcome = AttemptOutcome.RUNNING
     ended_at: float | None = None
     charged_to: str | None = None
+    """The limit that the attempt counts against (`policy/retry.py`): `attempts`, `worker_faults` or `nothing`."""
     failure: Failure | None = None
     reported_late: bool = False
+    """The worker reported the end after the lease had expired or was revoked."""
 
 
 class HeldBy(msgspec.Struct, frozen=True, gc=False):
@@ -341,7 +346,7 @@ class LeaseOffer(msgspec.Struct, frozen=True, gc=False):
     ttl_s: float
     acknowledge_s: float
     charge_s: float = DEFAULT_CHARGE_S
-    """The expected duration. The tenant is charged with it, if tenants have terms."""
+    """The expected duration. Fair share counts it as the tenant's use until the lease ends; credits are not meant."""
     run_s: float = 0.0
     load_s: float = 0.0
     """What the lease says about the run (`Lease`)."""

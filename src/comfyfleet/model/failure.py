@@ -119,8 +119,8 @@ class ServiceFailed(ComfyFleetError):
 
 
 class ServiceBusy(ServiceFailed):
-    """The service is occupied by other jobs or is not reachable, and the job did not begin. The job is released
-    without a charge."""
+    """The service is occupied by other jobs or is not reachable, and the job did not begin. The job is released;
+    this costs no attempt."""
 
 
 class FileTooLarge(ServiceFailed):

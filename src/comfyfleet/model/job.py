@@ -151,6 +151,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     prompt_id: str | None = None
     started_at: float | None = None
     completed_at: float | None = None
+    """When the job ended, also if it failed or was cancelled."""
     result: JobResult | None = None
     failure: Failure | None = None
     """The failure of the last attempt. Success clears it."""

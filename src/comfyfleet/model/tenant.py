@@ -90,7 +90,7 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 DEFAULT_CHARGE_S = 10.0
-"""The charge of a lease if the workflow has no statistics."""
+"""What fair share counts for a lease if the workflow has no statistics, in GPU-seconds. Credits are not meant."""
 
 
 class TenantTerms(msgspec.Struct, frozen=True, omit_defaults=True):

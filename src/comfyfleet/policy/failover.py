@@ -96,13 +96,13 @@ class SmartFailover:
         return block.is_in_force(now)
 
 
-def when_alone(
+def block_for_only_worker(
     block: Block | None, known: Block | None, failure: Failure, choice: RetryChoice
 ) -> Block | None:
     """After a server died, a cooldown leaves the job to another worker. If there is no other worker, the failure is
     counted but the block does not change: the server gets jobs again as soon as it answers."""
     has_died = failure.kind is FailureKind.CRASHED or failure.server_died is not None
-    if block is None or not has_died or not choice.is_alone:
+    if block is None or not has_died or not choice.is_only_worker:
         return block
     return msgspec.structs.replace(block, blocked_until=None if known is None else known.blocked_until)
 

@@ -16,7 +16,7 @@ from comfyfleet.policy.rules import Rules
 
 
 def charge_s(expected_s: float | None, rules: Rules) -> float:
-    """The estimated charge of a lease."""
+    """What fair share counts for a lease until its end is known, in GPU-seconds."""
     return rules.charge_s if expected_s is None else expected_s
 
 

@@ -1,7 +1,7 @@
 """What follows from a failure or a release: whether, where and when to retry, and what counts as an attempt.
 
 `TABLE` has a rule for each failure kind; `after_failure` applies it to one dispatch with its limits. `failover.py`
-computes the block on the pair (worker, workflow hash). `after_release` limits how often a job is given back.
+computes the block on the pair (worker, workflow hash). `after_release` limits how often a job is released.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
+from comfyfleet.model.calls import DECLINED
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import WorkerId
@@ -17,7 +18,9 @@ from comfyfleet.policy.acceptance import is_refusal
 from comfyfleet.policy.rules import Rules
 
 
-class Charge(StrEnum):
+class CountsAgainst(StrEnum):
+    """Which limit of the job an attempt counts against. The names are stored as `charged_to`; credits are not meant."""
+
     ATTEMPTS = "attempts"
     WORKER_FAULTS = "worker_faults"
     NOTHING = "nothing"
@@ -32,26 +35,26 @@ class BlockRule(StrEnum):
 
 
 class RetryRule(msgspec.Struct, frozen=True):
-    charge: Charge
+    counts_against: CountsAgainst
     block: BlockRule
     is_final: bool = False
     backs_off: bool = False
 
 
-_CALLERS_FAULT = RetryRule(Charge.NOTHING, BlockRule.NONE, is_final=True)
-_WORKER_CANNOT = RetryRule(Charge.WORKER_FAULTS, BlockRule.INVENTORY)
-_SERVER_REFUSES = RetryRule(Charge.NOTHING, BlockRule.REFUSAL)
-_MAY_WORK_LATER = RetryRule(Charge.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
-_NOBODYS_FAULT = RetryRule(Charge.ATTEMPTS, BlockRule.NONE, backs_off=True)
-_WORKER_IS_GONE = RetryRule(Charge.WORKER_FAULTS, BlockRule.COUNTED)
-_JOBS_OWN_LIMIT = RetryRule(Charge.NOTHING, BlockRule.NONE, is_final=True)
+_CALLERS_FAULT = RetryRule(CountsAgainst.NOTHING, BlockRule.NONE, is_final=True)
+_WORKER_CANNOT = RetryRule(CountsAgainst.WORKER_FAULTS, BlockRule.INVENTORY)
+_SERVER_REFUSES = RetryRule(CountsAgainst.NOTHING, BlockRule.REFUSAL)
+_MAY_WORK_LATER = RetryRule(CountsAgainst.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
+_NOBODYS_FAULT = RetryRule(CountsAgainst.ATTEMPTS, BlockRule.NONE, backs_off=True)
+_WORKER_IS_GONE = RetryRule(CountsAgainst.WORKER_FAULTS, BlockRule.COUNTED)
+_JOBS_OWN_LIMIT = RetryRule(CountsAgainst.NOTHING, BlockRule.NONE, is_final=True)
 
 TABLE: dict[FailureKind, RetryRule] = {
     FailureKind.INVALID_WORKFLOW: _CALLERS_FAULT,
     FailureKind.MISSING_INPUT: _CALLERS_FAULT,
     FailureKind.MISSING_NODE: _WORKER_CANNOT,
     FailureKind.MISSING_MODEL: _WORKER_CANNOT,
-    FailureKind.OUT_OF_MEMORY: RetryRule(Charge.ATTEMPTS, BlockRule.AT_ONCE),
+    FailureKind.OUT_OF_MEMORY: RetryRule(CountsAgainst.ATTEMPTS, BlockRule.AT_ONCE),
     FailureKind.NODE_ERROR: _MAY_WORK_LATER,
     FailureKind.TRANSIENT: _MAY_WORK_LATER,
     FailureKind.CRASHED: _MAY_WORK_LATER,
@@ -87,15 +90,15 @@ class RetryChoice(msgspec.Struct, frozen=True):
     """Other live workers that may take the job now."""
     is_blocked_everywhere: bool
     """The workflow is blocked on every compatible worker."""
-    is_alone: bool = False
-    """No other live worker may take the job, blocked or not."""
+    is_only_worker: bool = False
+    """The worker that failed is the only live one that may take the job; blocks are ignored."""
     may_accept: int = 0
     """After a refusal: live workers that could run the job and have not refused it, free or not."""
 
 
 class RetryDecision(msgspec.Struct, frozen=True):
     will_retry: bool
-    charge: Charge
+    counts_against: CountsAgainst
     charged: int
     worker_faults: int
     failed_on: tuple[WorkerId, ...]
@@ -129,8 +132,8 @@ def after_failure(
 ) -> RetryDecision:
     rule = rule_of(failure)
     is_refused = rule.block is BlockRule.REFUSAL
-    charged = dispatch.charged + (rule.charge is Charge.ATTEMPTS)
-    worker_faults = dispatch.worker_faults + (rule.charge is Charge.WORKER_FAULTS)
+    charged = dispatch.charged + (rule.counts_against is CountsAgainst.ATTEMPTS)
+    worker_faults = dispatch.worker_faults + (rule.counts_against is CountsAgainst.WORKER_FAULTS)
     # A refusal is not a failure of the worker.
     failed_on = dispatch.failed_on if is_refused else _with(dispatch.failed_on, worker_id)
     expired_on = dispatch.expired_on
@@ -161,7 +164,7 @@ def after_failure(
         not_before = now + backoff_s(charged, rules, fraction, retry_delay_s)
     return RetryDecision(
         will_retry=will_retry,
-        charge=rule.charge,
+        counts_against=rule.counts_against,
         charged=charged,
         worker_faults=worker_faults,
         failed_on=failed_on,
@@ -176,20 +179,20 @@ def after_failure(
 
 class ReleaseDecision(msgspec.Struct, frozen=True):
     releases: int
-    """How often the job was given back, as far as it counts."""
+    """How often the job was released. Declined leases do not count."""
     keep_off_until: float | None = None
-    """Until then the worker that gave the job back does not get it."""
+    """Until then the worker that released the job does not get it."""
     failure: Failure | None = None
-    """Set if the job was given back too often: it fails."""
+    """Set if the job was released too often: it fails."""
 
 
 def after_release(dispatch: Dispatch, reason: str, rules: Rules, now: float) -> ReleaseDecision:
     """A release costs no attempt, but only `max_releases` of them are allowed. A worker that declines a job is busy
     with other work: that does not count, and the worker would decline the job again at once."""
-    if reason == "declined":
+    if reason == DECLINED:
         return ReleaseDecision(dispatch.releases, keep_off_until=now + rules.acknowledge_s)
     if dispatch.releases >= rules.max_releases:
-        message = f"given back {rules.max_releases} times without a result"
+        message = f"released {rules.max_releases} times without a result"
         return ReleaseDecision(dispatch.releases, failure=Failure(FailureKind.UNKNOWN, message))
     return ReleaseDecision(dispatch.releases + 1)
 

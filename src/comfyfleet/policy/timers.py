@@ -1,9 +1,9 @@
-"""When a dispatch needs attention (`wake_at`), what is due then (`review`), and its effective priority.
+"""When a dispatch needs attention (`wake_at`), what to do then (`due_action`), and its effective priority.
 
 A dispatch has one `wake_at`: the earliest of its delay, preference, rising priority, deadline, total timeout and an
-unconfirmed stop. The sweeper calls `review` at that time, and when the lease ends. The store orders by the effective
-priority, higher first; fair share and the ranking in `assignment.py` break ties. Also here: when a job that no known
-worker can run fails.
+unconfirmed stop. The sweeper calls `due_action` at that time, and when the lease expires. The store orders by the
+effective priority, higher first; fair share and the ranking in `assignment.py` break ties. Also here: when a job that
+no known worker can run fails.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from comfyfleet.policy.lifecycle import readiness_at
 from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY, Rules
 
 
-class Due(StrEnum):
+class DueAction(StrEnum):
     NOTHING = "nothing"
     """At most the place of the dispatch changes."""
-    LEASE_OVER = "lease_over"
+    LEASE_EXPIRED = "lease_expired"
     STOP_OVERDUE = "stop_overdue"
     TOTAL_OVER = "total_over"
     DEADLINE_OVER = "deadline_over"
     DEADLINE_FLAGGED = "deadline_flagged"
 
 
-class Review(msgspec.Struct, frozen=True):
-    due: Due
+class DueReview(msgspec.Struct, frozen=True):
+    action: DueAction
     change: Change | None = None
 
 
@@ -75,30 +75,30 @@ def dependencies_met(dispatch: Dispatch, now: float, rules: Rules) -> Change:
     return msgspec.structs.replace(_placed(free, now, rules), awaits_jobs=False)
 
 
-def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
+def due_action(dispatch: Dispatch, now: float, rules: Rules) -> DueReview:
     """What is due now. The first event that ends the job or the lease wins; otherwise the job's place is updated."""
     if dispatch.phase.is_final:
-        return Review(Due.NOTHING)
+        return DueReview(DueAction.NOTHING)
     if dispatch.expires_at is not None and dispatch.expires_at <= now:
-        return Review(Due.TOTAL_OVER)
+        return DueReview(DueAction.TOTAL_OVER)
     if dispatch.phase is Phase.LEASED:
         assert dispatch.lease is not None
         asked_at = dispatch.stop_requested_at
         if asked_at is not None and asked_at + rules.cancel_grace_s <= now:
-            return Review(Due.STOP_OVERDUE)
+            return DueReview(DueAction.STOP_OVERDUE)
         if dispatch.lease.expires_at <= now:
-            return Review(Due.LEASE_OVER)
-        return Review(Due.NOTHING, Change(wake_at=wake_at(dispatch, now, rules)))
+            return DueReview(DueAction.LEASE_EXPIRED)
+        return DueReview(DueAction.NOTHING, Change(wake_at=wake_at(dispatch, now, rules)))
     if dispatch.deadline_at is not None and dispatch.deadline_at <= now:
         if dispatch.fails_at_deadline:
-            return Review(Due.DEADLINE_OVER)
+            return DueReview(DueAction.DEADLINE_OVER)
         # The bonus of the deadline stays: a late job must not fall behind again.
         raised = _priority(dispatch, now, rules)
         flagged = msgspec.structs.replace(dispatch, deadline_at=None, base_priority=raised)
         placed = _placed(flagged, now, rules)
         change = msgspec.structs.replace(placed, deadline_at=None, base_priority=raised)
-        return Review(Due.DEADLINE_FLAGGED, change)
-    return Review(Due.NOTHING, _placed(dispatch, now, rules))
+        return DueReview(DueAction.DEADLINE_FLAGGED, change)
+    return DueReview(DueAction.NOTHING, _placed(dispatch, now, rules))
 
 
 def requeued(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:

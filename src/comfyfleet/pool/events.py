@@ -180,7 +180,7 @@ def of_fact(
                 message = str(data["message"])
                 yield event("job:retrying", retry_at=retry_at, message=message, attempt=data.get("attempt"))
         case FactKind.RELEASED:
-            message = str(data.get("reason", ""))
+            message = ": ".join(str(data[name]) for name in ("reason", "note") if name in data)
             yield event("job:retrying", retry_at=fact.at, message=message, attempt=data.get("attempt"))
         case FactKind.CANCELLED:
             yield event("job:cancelled", reason=data.get("reason"))

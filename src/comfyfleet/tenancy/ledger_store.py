@@ -83,7 +83,7 @@ class TenantLedgerStore:
     def as_store(self) -> Store:
         return cast(Store, self)
 
-    # S1, S2, S3
+    # Begin a round: steps S1, S2, S3 of docs/ledger.md
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         home = await self._locate(job.tenant)
@@ -280,7 +280,7 @@ class TenantLedgerStore:
             )
         )
 
-    # K, T1, T2
+    # End a round: steps K, T1, T2 of docs/ledger.md
 
     async def load(self, job_id: JobId) -> Dispatch | None:
         dispatch = await self.central.load(job_id)

@@ -140,7 +140,7 @@ class OutboxRelay(BackgroundJob):
             # Go on with the next job.
             log_failure(_LOG, "cannot enqueue job %s", entry.hold_id)
 
-    # T1, T2
+    # end a round (T1, T2 of docs/ledger.md)
 
     async def _settle(self, at_once: bool) -> None:
         for _ in range(PAGES):

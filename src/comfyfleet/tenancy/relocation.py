@@ -17,7 +17,7 @@ from comfyfleet.tenancy.claims import Claim, lost
 from comfyfleet.tenancy.database.executor import Row
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
-from comfyfleet.tenancy.database.tenant_export import PARTS
+from comfyfleet.tenancy.database.tenant_rows import PARTS
 from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
 
 _PAGE = 50

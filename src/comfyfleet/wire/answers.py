@@ -94,6 +94,7 @@ class JobBody(_Answer, frozen=True, omit_defaults=False):
     round: int = 1
     started_at: float | None = None
     completed_at: float | None = None
+    """When the job ended, also if it failed or was cancelled."""
     not_before: float | None = None
     deadline: float | None = None
     is_late: bool = False

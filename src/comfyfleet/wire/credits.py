@@ -223,7 +223,7 @@ class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 class ExportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     of: Literal["postings", "runs"] = "postings"
-    """The entries of the ledger, or the usage of each ended round."""
+    """`postings`: the entries of the ledger. `runs`: what each ended round of a job used."""
     format: Format = "csv"
     after: Annotated[int, Meta(ge=0, le=2**62)] = 0
     """Continue after the line with this number, so that exports join without gap or overlap."""
@@ -289,7 +289,7 @@ def run_line(run: RunEntry, *, shows_cost: bool) -> RunLine:
     )
 
 
-def written(lines: Iterable[PostingLine | RunLine], format_: Format) -> bytes:
+def encode_lines(lines: Iterable[PostingLine | RunLine], format_: Format) -> bytes:
     if format_ == "jsonl":
         return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     text = io.StringIO()
@@ -308,7 +308,7 @@ def _cell(text: str) -> str:
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
-def heading(kind: type[PostingLine | RunLine], format_: Format) -> bytes:
+def header_line(kind: type[PostingLine | RunLine], format_: Format) -> bytes:
     return ",".join(kind.__struct_fields__).encode() + b"\r\n" if format_ == "csv" else b""
 
 

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.bounds import Name, Reason, Seconds
-from comfyfleet.model.calls import LeasedJob, ReleaseReason
+from comfyfleet.model.calls import LeasedJob, WorkerReleaseReason
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
@@ -103,7 +103,7 @@ class FailJob(LeaseMessage, frozen=True):
 
 
 class ReleaseJob(LeaseMessage, frozen=True):
-    reason: ReleaseReason = "drain"
+    reason: WorkerReleaseReason = "drain"
 
 
 class MessageKind(NamedTuple):

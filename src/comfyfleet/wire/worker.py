@@ -347,7 +347,7 @@ def heartbeat_reply(answer: HeartbeatAnswer) -> HeartbeatReply:
     )
 
 
-def settled_answer(settled: ReportReply, following: LeasedJob | None = None) -> ReportAnswer:
+def report_answer(reply: ReportReply, following: LeasedJob | None = None) -> ReportAnswer:
     return ReportAnswer(
-        status_name(settled.phase), settled.will_retry, None if following is None else lease_answer(following)
+        status_name(reply.phase), reply.will_retry, None if following is None else lease_answer(following)
     )

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Self, assert_never
 
-from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, Release, ReleaseReason
+from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, Release, WorkerReleaseReason
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
@@ -88,7 +88,7 @@ class Agent:
         self._all_reported = asyncio.Event()
         self._all_reported.set()
         self._abandoned: list[LeaseRef] = []
-        """Leases of stopped runs, to be given back when the hub answers again."""
+        """Leases of stopped runs, to be released when the hub answers again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: asyncio.Task[None] | None = None
 
@@ -232,7 +232,7 @@ class Agent:
     async def _run(self, job: LeasedJob, poll_id: PollId) -> None:
         server = self._by_service.get(job.service)
         if server is None or not server.is_up or self._is_draining:
-            await self._give_back("drain" if self._is_draining else "declined", job.ref)
+            await self._release("drain" if self._is_draining else "declined", job.ref)
             if server is None and self._journal is not None:
                 # The worker had this service when it began the attempt. It must not ask again at each start.
                 self._journal.end(job.ref)
@@ -319,13 +319,13 @@ class Agent:
             await server.check()
         self._tend_now.set()
 
-    async def _give_back(self, reason: ReleaseReason, *refs: LeaseRef) -> None:
+    async def _release(self, reason: WorkerReleaseReason, *refs: LeaseRef) -> None:
         for ref in refs:
             try:
                 await self._api.release(Release(ref, reason))
             except Exception as error:
                 # A lease that the agent does not confirm ends by itself.
-                _log.info("worker %s: a lease could not be given back: %r", self.worker_id, error)
+                _log.info("worker %s: could not release a lease: %r", self.worker_id, error)
 
     def _stop_runs(self) -> None:
         for run in list(self._runs.values()):
@@ -337,8 +337,8 @@ class Agent:
         self._obey(beat)
         if self._abandoned:
             refs, self._abandoned = self._abandoned, []
-            # A hub that was away has extended these leases, and would wait for their ends.
-            self._own(self._give_back("drain", *refs))
+            # A hub that was away has extended these leases, and would wait until they expire. The worker stays.
+            self._own(self._release("retry", *refs))
         for server in self._servers:
             if server.set_wanted(beat.missing):
                 self._tend_now.set()
@@ -346,7 +346,7 @@ class Agent:
     def _obey(self, beat: HeartbeatReply) -> None:
         for ref in beat.lost:
             if (run := self._runs.get(ref)) is not None:
-                run.stop(StopReason.LOST)
+                run.stop(StopReason.LEASE_LOST)
         for command in beat.commands:
             self._do(command)
 

@@ -22,8 +22,8 @@ from comfyfleet.model.calls import (
     LeasedJob,
     ProgressReport,
     Release,
-    ReleaseReason,
     ReportReply,
+    WorkerReleaseReason,
 )
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import ProgressKind
@@ -50,7 +50,7 @@ MAY_BE_THE_CONNECTION = frozenset(
 )
 """These may come from the connection to the server, not from the run on it."""
 _MAY_HAVE_FINISHED = MAY_BE_THE_CONNECTION | {FailureKind.UNKNOWN}
-_LEASE_IS_OVER = frozenset({RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE})
+_LEASE_IS_LOST = frozenset({RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE})
 
 
 class _NotTaken(Exception):
@@ -63,19 +63,19 @@ class StopReason(Enum):
     CANCELLED = "cancelled"
     RETRY = "retry"
     DRAIN = "drain"
-    LOST = "lost"
+    LEASE_LOST = "lease_lost"
     """The hub said that the lease is over. A report that it does not take is not repeated."""
     ABANDONED = "abandoned"
     """No heartbeat was confirmed for `abandon_share` (80 %) of the lease. The lease may still be alive, so a report is
     repeated until its end."""
 
     @property
-    def release_reason(self) -> ReleaseReason | None:
-        """The reason with which the lease is given back. None: the lease is gone already."""
+    def release_reason(self) -> WorkerReleaseReason | None:
+        """The reason with which the lease is released. None: the worker has lost the lease already."""
         return _RELEASES.get(self)
 
 
-_RELEASES: dict[StopReason, ReleaseReason] = {
+_RELEASES: dict[StopReason, WorkerReleaseReason] = {
     StopReason.CANCELLED: "cancelled",
     StopReason.RETRY: "retry",
     StopReason.DRAIN: "drain",
@@ -156,7 +156,7 @@ class AttemptRun:
             if isinstance(outcome, Failure) and outcome.kind in _MAY_HAVE_FINISHED and not self._stop_reason:
                 outcome = await self._reconcile(outcome)
             if self._stop_reason is not None:
-                return await self._give_back(outcome, seconds)
+                return await self._end_stopped_run(outcome, seconds)
             self._has_outcome = True
             if isinstance(outcome, JobResult):
                 outcome = await self._kept(outcome)
@@ -272,7 +272,7 @@ class AttemptRun:
 
     # end
 
-    async def _give_back(self, outcome: JobResult | Failure | None, seconds: float) -> Failure | None:
+    async def _end_stopped_run(self, outcome: JobResult | Failure | None, seconds: float) -> Failure | None:
         assert self._stop_reason is not None
         if self._interrupter is not None:
             await self._interrupter
@@ -314,7 +314,7 @@ class AttemptRun:
                     # The work is done: a file that only its server has is better than none.
                     _log.warning("%s is not uploaded and stays on its server: %s", file.filename, error)
                     return file
-                is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_OVER
+                is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_LOST
                 is_lost = self._stop_reason is not None and self._stop_reason.release_reason is None
                 is_old = self._is_over_in(0.0, self._settings.report_s)
                 if is_over or is_lost or is_old or self._is_late() or patience.is_over():
@@ -340,7 +340,7 @@ class AttemptRun:
         answer = await self._report(lambda: self._api.complete(call))
         if isinstance(answer, ReportReply):
             await clean_up(self._connector, self.job, result)
-        if not isinstance(answer, Refusal) or answer.code in _LEASE_IS_OVER:
+        if not isinstance(answer, Refusal) or answer.code in _LEASE_IS_LOST:
             return None
         # Without a report the job would run again and end the same way.
         return await self._fail(
@@ -373,7 +373,7 @@ class AttemptRun:
                 last = error
                 if not is_retryable(error):
                     assert isinstance(error, Refusal)
-                    if error.code not in _LEASE_IS_OVER:
+                    if error.code not in _LEASE_IS_LOST:
                         _log.warning("the hub refused the report of %s: %s", self.ref.attempt_id, error)
                     return error
                 if self.may_report_later and self._stop_reason is None:
@@ -382,7 +382,7 @@ class AttemptRun:
                 if backoff is None:
                     backoff = Backoff(self._settings)
                 pause_s = backoff.next_s()
-                is_lost, is_late = self._stop_reason is StopReason.LOST, self._is_late()
+                is_lost, is_late = self._stop_reason is StopReason.LEASE_LOST, self._is_late()
                 if is_lost or is_late or self._is_over_in(pause_s, self._patience_s):
                     self._log_unreported(error)
                     self.is_known_over = not is_late

@@ -32,7 +32,7 @@ from comfyfleet.wire import files as wire
 from comfyfleet.wire.route import CALLERS
 
 _SHOWN = 100
-_MAX_LOOKED_AT = 2_000
+_MAX_RECORDS_READ = 2_000
 _PAGE = 200
 _GUARDS = {
     # Uploaded content must never run as a page of this hub.
@@ -99,8 +99,8 @@ class FileHandlers:
                 return Reply(200, wire.FileList(()))
             tenant = TenantId(asked.tenant)
         found: list[wire.FileView] = []
-        after, looked_at = asked.cursor or "", 0
-        while looked_at < _MAX_LOOKED_AT:
+        after, records_read = asked.cursor or "", 0
+        while records_read < _MAX_RECORDS_READ:
             page, further = await self._assets.listing(after, _PAGE, tenant)
             for record in page:
                 if len(found) == asked.limit:
@@ -110,7 +110,7 @@ class FileHandlers:
                     found.append(await self._seen(record))
             if further is None:
                 return Reply(200, wire.FileList(tuple(found)))
-            looked_at, after = looked_at + _PAGE, further
+            records_read, after = records_read + _PAGE, further
         return Reply(200, wire.FileList(tuple(found), after))
 
     async def _seen(self, record: FileRecord) -> wire.FileView:

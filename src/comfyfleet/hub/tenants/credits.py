@@ -256,7 +256,7 @@ async def _pages(
     database: TenantDatabase, tenant: TenantId, asked: wire.ExportQuery, *, shows_cost: bool
 ) -> AsyncIterator[bytes]:
     kind = wire.PostingLine if asked.of == "postings" else wire.RunLine
-    after, text = asked.after, wire.heading(kind, asked.format)
+    after, text = asked.after, wire.header_line(kind, asked.format)
     account: Account | None = None
     while True:
         lines: Sequence[wire.PostingLine | wire.RunLine]
@@ -271,7 +271,7 @@ async def _pages(
         else:
             runs = await database.runs(tenant, after=after, limit=_PAGE)
             lines = [wire.run_line(each, shows_cost=shows_cost) for each in runs]
-        yield text + wire.written(lines, asked.format)
+        yield text + wire.encode_lines(lines, asked.format)
         if len(lines) < _PAGE:
             return
         after, text = lines[-1].number, b""

@@ -26,7 +26,7 @@ from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire import bodies
 from comfyfleet.wire import webhooks as wire
 
-_MAX_LOOKED_AT = 2_000
+_MAX_RECORDS_READ = 2_000
 _PAGE = 250
 
 
@@ -104,9 +104,9 @@ class WebhookHandlers:
 
     async def list_deliveries(self, call: HubRequest[wire.DeliveriesQuery]) -> Reply:
         """Reads a bounded number of deliveries, so a page with a cursor may be short or empty."""
-        asked, after, looked_at = call.data, call.data.cursor or "", 0
+        asked, after, records_read = call.data, call.data.cursor or "", 0
         found: list[wire.DeliveryView] = []
-        while looked_at < _MAX_LOOKED_AT:
+        while records_read < _MAX_RECORDS_READ:
             page, further = await self._page(call.caller, after)
             for name, delivery in page:
                 if len(found) == asked.limit:
@@ -116,7 +116,7 @@ class WebhookHandlers:
                     found.append(wire.delivery_view(delivery))
             if not further:
                 return Reply(200, wire.DeliveryList(tuple(found)))
-            looked_at, after = looked_at + _PAGE, further
+            records_read, after = records_read + _PAGE, further
         return Reply(200, wire.DeliveryList(tuple(found), after))
 
     async def _page(self, caller: Caller, after: str) -> tuple[list[tuple[str, Delivery]], str]:

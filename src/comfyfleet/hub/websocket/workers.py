@@ -98,14 +98,14 @@ class WebSocketWorkers:
             case "complete_job":
                 result, ref = await sanitized(websocket.result_of(body.result)), await self._ref(body)
                 await self._check_files(result, ref.attempt_id)
-                settled = await self._engine.complete(Completion(ref, result, body.seconds))
-                return self._settled("job_completed", body, settled)
+                reply = await self._engine.complete(Completion(ref, result, body.seconds))
+                return self._report_answer("job_completed", body, reply)
             case "fail_job":
                 failure = safe_failure(bounded(websocket.failure_of(body.error)))
-                settled = await self._engine.fail(FailureReport(await self._ref(body), failure, body.seconds))
-                return self._settled("job_failed", body, settled)
-        settled = await self._engine.release(Release(await self._ref(body), body.reason))
-        return self._settled("job_released", body, settled)
+                reply = await self._engine.fail(FailureReport(await self._ref(body), failure, body.seconds))
+                return self._report_answer("job_failed", body, reply)
+        reply = await self._engine.release(Release(await self._ref(body), body.reason))
+        return self._report_answer("job_released", body, reply)
 
     async def _register(self, body: websocket.RegisterWorkerMessage) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
@@ -262,12 +262,12 @@ class WebSocketWorkers:
             )
         return ref
 
-    def _settled(self, name: str, body: websocket.LeaseMessage, settled: ReportReply) -> Message:
+    def _report_answer(self, name: str, body: websocket.LeaseMessage, reply: ReportReply) -> Message:
         ref = self._leases.pop(JobId(body.job_id), None)
         if ref is not None:
             self._cancelled_leases.discard((ref.job_id, ref.number))
-        status = status_name(settled.phase, StatusDialect.SOCKET)
-        return {"type": name, "job_id": body.job_id, "status": status, "will_retry": settled.will_retry}
+        status = status_name(reply.phase, StatusDialect.SOCKET)
+        return {"type": name, "job_id": body.job_id, "status": status, "will_retry": reply.will_retry}
 
 
 _ACTIONS: dict[str, FleetAction] = {

@@ -6,7 +6,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Document
 from comfyfleet.stores.documents import check_document, check_start, is_name
 from comfyfleet.tenancy.database.executor import Row, SqlExecutor, Work, row, rows
-from comfyfleet.tenancy.database.tenant_export import check_open
+from comfyfleet.tenancy.database.tenant_rows import check_open
 
 _THIS_DOCUMENT = "tenant = :tenant AND drawer = :collection AND name = :name"
 _INSERT = (

@@ -17,7 +17,7 @@ from comfyfleet.model.ledger import (
     PostingKind,
     Settlement,
 )
-from comfyfleet.tenancy.database import tenant_export
+from comfyfleet.tenancy.database import tenant_rows
 from comfyfleet.tenancy.database.executor import Row, Work, page, row, rows
 from comfyfleet.tenancy.database.port import MAX_LEDGER, PostingResult
 
@@ -87,7 +87,7 @@ def post(posting: Posting) -> Work[None]:
     named = {"tenant": posting.tenant, "kind": posting.kind.value, "reference": posting.reference}
     # Lock the account first: then posting numbers are in commit order, and paging readers miss none.
     if (yield from row(_MOVE_CREDITS, **change)) is None:
-        yield from tenant_export.check_open(posting.tenant)
+        yield from tenant_rows.check_open(posting.tenant)
         # A repeated posting is known even if the account could not cover it again.
         raise RolledBack((yield from _repeated(posting, named)) or PostingResult.SHORT)
     entered = yield from row(
@@ -172,7 +172,7 @@ def open_holds(before: float, limit: int) -> Work[list[Hold]]:
 
 def grant(given: CreditGrant, posting: Posting | None) -> Work[PostingResult]:
     assert (posting is None) == (given.state is GrantState.PENDING), "only a pending grant has no posting"
-    yield from tenant_export.check_open(given.tenant)
+    yield from tenant_rows.check_open(given.tenant)
     inserted = yield from row(
         _GRANT,
         tenant=given.tenant,
@@ -206,7 +206,7 @@ def confirm(posting: Posting) -> Work[PostingResult]:
 
 def void(tenant: TenantId, grant_id: str) -> Work[PostingResult]:
     named = {"tenant": tenant, "grant_id": grant_id}
-    yield from tenant_export.check_open(tenant)
+    yield from tenant_rows.check_open(tenant)
     if (yield from row(_VOID, **named)) is not None:
         return PostingResult.DONE
     found = yield from row(_KNOWN_GRANT, **named)

@@ -231,7 +231,7 @@ class TenantDatabase(Records, Protocol):
 
     async def fence_of(self, tenant: TenantId) -> int | None: ...
     async def rows_of(self, tenant: TenantId, part: str, *, after: Row | None, limit: int) -> list[Row]:
-        """A page of one of `tenant_export.PARTS`, ordered by key, for `import_rows` of another database."""
+        """A page of one of `tenant_rows.PARTS`, ordered by key, for `import_rows` of another database."""
 
     async def import_rows(self, tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -> bool:
         """Keeps rows that exist already. False: this fence does not hold the account."""

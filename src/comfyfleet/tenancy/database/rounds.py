@@ -12,7 +12,7 @@ from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId, Price, RunEntry
 from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.documents import pack
-from comfyfleet.tenancy.database import ledger, tenant_export
+from comfyfleet.tenancy.database import ledger, tenant_rows
 from comfyfleet.tenancy.database.executor import MAX_PAGE, Row, Work, page, row, rows, rows_in
 from comfyfleet.tenancy.database.port import (
     AccountFrozen,
@@ -251,7 +251,7 @@ def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Wor
 def check_open(hold_id: HoldId) -> Work[None]:
     found = yield from row(_TENANT, **hold_id._asdict())
     if found is not None:
-        yield from tenant_export.check_open(TenantId(found[0]))
+        yield from tenant_rows.check_open(TenantId(found[0]))
 
 
 def open_round_of(hold_id: HoldId, attempt_id: str | None) -> Work[OpenRound | None]:
@@ -304,7 +304,7 @@ def forget_jobs(job_ids: Sequence[JobId], before: float) -> Work[int]:
         (tenant,) = found
         if tenant not in is_frozen:
             try:
-                yield from tenant_export.check_open(tenant)
+                yield from tenant_rows.check_open(tenant)
                 is_frozen[tenant] = False
             except AccountFrozen:
                 # Its rows are being moved and must not change now.

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import DocumentStore
 from comfyfleet.tenancy.database import ledger as credit_ledger
-from comfyfleet.tenancy.database import reports, rounds, tenant_export
+from comfyfleet.tenancy.database import reports, rounds, tenant_rows
 from comfyfleet.tenancy.database.documents import TenantDocumentStore
 from comfyfleet.tenancy.database.executor import SqlExecutor, Work
 from comfyfleet.tenancy.database.port import PostingResult, RoundEnd, RoundEnded, RoundStart, RoundStarted
@@ -123,11 +123,11 @@ class SqlTenantDatabase:
 
     # relocation and deletion
 
-    create_account = writing(tenant_export.create_account)
-    freeze_account = writing(tenant_export.freeze_account)
-    unfreeze_account = writing(tenant_export.unfreeze_account)
-    has_account = reading(tenant_export.has_account)
-    fence_of = reading(tenant_export.fence_of)
-    rows_of = reading(tenant_export.rows_of)
-    import_rows = writing(tenant_export.import_rows)
-    erase = writing(tenant_export.erase)
+    create_account = writing(tenant_rows.create_account)
+    freeze_account = writing(tenant_rows.freeze_account)
+    unfreeze_account = writing(tenant_rows.unfreeze_account)
+    has_account = reading(tenant_rows.has_account)
+    fence_of = reading(tenant_rows.fence_of)
+    rows_of = reading(tenant_rows.rows_of)
+    import_rows = writing(tenant_rows.import_rows)
+    erase = writing(tenant_rows.erase)

@@ -168,13 +168,15 @@ class HttpWorkerApi:
         return wire.heartbeat_reply(await self._ask("progress", body, wire.HeartbeatAnswer))
 
     async def complete(self, call: Completion) -> ReportReply:
-        return await self._settle("complete", msgspec.structs.replace(call, seconds=max(0.0, call.seconds)))
+        return await self._end_lease(
+            "complete", msgspec.structs.replace(call, seconds=max(0.0, call.seconds))
+        )
 
     async def fail(self, call: FailureReport) -> ReportReply:
-        return await self._settle("fail", msgspec.structs.replace(call, seconds=max(0.0, call.seconds)))
+        return await self._end_lease("fail", msgspec.structs.replace(call, seconds=max(0.0, call.seconds)))
 
     async def release(self, call: Release) -> ReportReply:
-        return await self._settle("release", call)
+        return await self._end_lease("release", call)
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
         body = wire.CommandsBody(worker_id, min(wait_s, wire.MAX_WAIT_S))
@@ -253,7 +255,7 @@ class HttpWorkerApi:
         self._keeps_none_until = 0.0
         self._tells_instance = True
 
-    async def _settle(self, name: str, body: msgspec.Struct) -> ReportReply:
+    async def _end_lease(self, name: str, body: msgspec.Struct) -> ReportReply:
         answer = await self._ask(name, body, wire.ReportAnswer)
         return ReportReply(Phase(answer.status), answer.will_retry)
 
