@@ -191,6 +191,25 @@ async def test_a_failure_is_judged_by_an_engine_and_put_away(url: str) -> None:
         assert await reports(engine) == 0
 
 
+async def test_a_repeated_failure_of_a_run_that_was_to_be_stopped_gets_the_first_answer(url: str) -> None:
+    async with engine_on(url) as engine, Guest(url) as node:
+        await node.register()
+        job_id = (await engine.submit(Submission(graph()))).job_id
+        lease = await node.take()
+        await engine.cancel(job_id)
+        await node.fail(lease)
+
+        async def is_cancelled() -> bool:
+            return (await engine.get(job_id)).job.phase is Phase.CANCELLED
+
+        await until(is_cancelled)
+        await node.fail(lease)
+        (attempt,) = await engine.store.attempts(job_id)
+        assert attempt.outcome is AttemptOutcome.CANCELLED
+        other = [lease[0], lease[1], str(int(lease[2]) + 1), *lease[3:]]
+        assert await node.call("fail", *other, '{"kind": "node_error"}') == 0, "a lease that never was"
+
+
 async def test_two_engines_at_once_judge_each_failure_once_and_admit_each_worker(url: str) -> None:
     async with engine_on(url, max_attempts=9) as first, engine_on(url) as second, Guest(url) as guest:
         await guest.register()

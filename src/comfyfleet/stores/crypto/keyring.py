@@ -253,7 +253,7 @@ class Keyring:
         return moved
 
     async def crypto_shred(self, tenant: TenantId) -> int:
-        """Destroys the tenant's data keys: all values under them become unreadable, in every copy."""
+        """Destroys the tenant's data keys: this store can no longer decrypt values under them. Backups still can."""
         now, destroyed = self._clock.now(), 0
         async for document in self._of(tenant):
             wrapped = _documents.decode(document.body)

@@ -286,7 +286,8 @@ end, wants_ref)
 define('worker_fail', function(s, args)
   local job, ref = held(s, args)
   if not job then
-    return ended_as(s, ref, 'failed')
+    -- Of a run that was to be stopped, an engine writes a failure as `cancelled`.
+    return math.max(ended_as(s, ref, 'failed'), ended_as(s, ref, 'cancelled'))
   end
   object(args[9], 'CFREPORT', 'the failure')
   if job.reported ~= ref.number then
