@@ -147,7 +147,7 @@ async def test_a_measurement_that_fails_keeps_nothing_back() -> None:
         def measure(_: WriteResult) -> None:
             raise Broken("no such counter")
 
-        rig.engine.on_write(measure)
+        rig.engine.set_write_listener(measure)
         await rig.worker("a")
         job_id = await rig.submit(graph())
         await rig.complete(await rig.take("a"))

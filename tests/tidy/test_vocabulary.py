@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "comfyfleet"
 CLASSES = {
     "Cabinet", "Estate", "House", "Kept", "Door", "Places", "Gate", "Rounds", "Verdicts", "Lesson", "ShareBook",
     "Turns", "Sealer", "Carrier", "Homes", "BookClosed", "WholeJob", "Beat", "Settled", "Written", "Newest", "Follower",
-    "Relaying", "Teller", "Noted", "Applicant", "BlockShelf", "InsideApi", "Charge", "Due", "Review",
+    "Relaying", "Teller", "Noted", "Applicant", "BlockShelf", "InsideApi", "Charge", "Due", "Review", "EndedLease",
 }  # fmt: skip
 
 # Private words that were given up for the terms of the field. Each is sought in any case and inside identifiers.

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from comfyfleet.cli.exit_codes import ExitCode, Terminated, as_called, output_folder, run
+from comfyfleet.cli.exit_codes import ExitCode, Terminated, as_called, run
+from comfyfleet.cli.options import output_folder
 from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from comfyfleet.cli.options import output_folder as output_folder
 from comfyfleet.model.errors import to_install
 
 if TYPE_CHECKING:

@@ -117,7 +117,7 @@ class EngineContext:
         self.ended_after_death: Callable[[Dispatch], None] = lambda _: None
         """Set by the poison workflows: a job has ended after a server died of it."""
         self.on_write: Callable[[WriteResult], None] = lambda _: None
-        """Set by the metrics: this engine has written."""
+        """Set by `Engine.set_write_listener` (the hub counts metrics): this engine has written."""
         self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = ignore
         """Set by the webhook outbox: runs before a round of a job is written, and may refuse it."""
         self.suspend: Callable[[TenantId], Awaitable[bool]] = _suspend_nobody

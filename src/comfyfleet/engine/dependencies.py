@@ -183,7 +183,7 @@ class Dependencies:
         await stop(self._running)
 
 
-def held(dispatch: Dispatch) -> Dispatch:
+def waiting_for_jobs(dispatch: Dispatch) -> Dispatch:
     """The dispatch of a job that waits for others: its preferences count from the end of that wait."""
     return msgspec.structs.replace(dispatch, awaits_jobs=True, relax_at=None)
 

@@ -138,7 +138,7 @@ class DirectWorkers:
                     report.call.ref.job_id,
                 )
                 return False
-        await inbox.settled(report)
+        await inbox.handled(report)
         return True
 
     async def _learn(self, run: DirectWorkerCompletion) -> bool:

@@ -229,9 +229,9 @@ class Engine:
             if filter_.phase not in (None, Phase.QUEUED):
                 return JobPage(())
             filter_ = msgspec.structs.replace(filter_, phase=Phase.QUEUED)
-        among = self._unrunnable.among if filter_.unrunnable else None
+        select = self._unrunnable.unrunnable_of if filter_.unrunnable else None
         return await list_jobs(
-            self.store.records, filter_, limit, after, newest_first=newest_first, among=among
+            self.store.records, filter_, limit, after, newest_first=newest_first, select=select
         )
 
     async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | ProgressEvent, None]:
@@ -267,7 +267,7 @@ class Engine:
         finally:
             subscription.close()
 
-    def on_write(self, callback: Callable[[WriteResult], None]) -> None:
+    def set_write_listener(self, callback: Callable[[WriteResult], None]) -> None:
         """Calls `callback` after each write of this engine."""
         self._context.on_write = callback
 

@@ -34,16 +34,16 @@ async def list_jobs(
     after: JobId | None,
     *,
     newest_first: bool = False,
-    among: Callable[[Sequence[Job]], Awaitable[Container[JobId]]] | None = None,
+    select: Callable[[Sequence[Job]], Awaitable[Container[JobId]]] | None = None,
 ) -> JobPage:
     """The next `limit` jobs that match, and the cursor to go on if one call did not read them all.
 
-    `among`: returns the ids of the jobs of a page that match conditions which need more than the record."""
+    `select`: returns the ids of the jobs of a page that match conditions which need more than the record."""
     found: list[Job] = []
     records_read = 0
     after = _start(wanted, after, newest_first)
     # Stores cannot apply these conditions: most of a page may not match.
-    filters_records = bool(wanted.workflow_hash or wanted.metadata or among)
+    filters_records = bool(wanted.workflow_hash or wanted.metadata or select)
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + _TIME_LIMIT_S
     while records_read < MAX_RECORDS_READ and (loop.time() < ends_at or not records_read):
@@ -53,7 +53,7 @@ async def list_jobs(
                 tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after, newest_first=newest_first
             )
         )
-        chosen = None if among is None else await among(page)
+        chosen = None if select is None else await select(page)
         for job in page:
             if _is_past(job, wanted, newest_first):
                 return JobPage(tuple(found))

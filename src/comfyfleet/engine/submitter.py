@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from comfyfleet.engine.context import EngineContext, best_effort
-from comfyfleet.engine.dependencies import Dependencies, held
+from comfyfleet.engine.dependencies import Dependencies, waiting_for_jobs
 from comfyfleet.engine.graph_reader import GraphReader, GraphReading
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.matcher import Matcher
@@ -358,7 +358,7 @@ class Submitter:
             payload_bytes=size,
         )
         if awaits_jobs:
-            dispatch = held(dispatch)
+            dispatch = waiting_for_jobs(dispatch)
         when = wake_at(dispatch, now, rules)
         # Most jobs need no timer.
         return dispatch if when is None else msgspec.structs.replace(dispatch, wake_at=when)

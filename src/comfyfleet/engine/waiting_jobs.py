@@ -142,7 +142,7 @@ class UnrunnableJobs:
         # This engine knows nothing about a new class yet.
         return all(key in fleet.classes and not fleet.selectivity(key) for key in keys)
 
-    async def among(self, jobs: Sequence[Job]) -> set[JobId]:
+    async def unrunnable_of(self, jobs: Sequence[Job]) -> set[JobId]:
         context = self._context
         if context.store.is_shared:
             await context.fleet.refresh(context.rules.round_s)
@@ -169,7 +169,7 @@ class UnrunnableJobs:
             page = await self._context.store.records.listing(
                 RecordQuery(phase=Phase.QUEUED, limit=_PAGE, after=after)
             )
-            for job_id in await self.among(page):
+            for job_id in await self.unrunnable_of(page):
                 yield job_id
             if len(page) < _PAGE:
                 return

@@ -357,7 +357,7 @@ class WorkerOperations:
         context, ref = self._context, call.ref
         dispatch = await self._held(ref)
         if dispatch is None:
-            return await self._too_late(ref, AttemptOutcome.COMPLETED)
+            return await self._reply_after_lease(ref, AttemptOutcome.COMPLETED)
         assert dispatch.lease is not None
         worker_id, now = dispatch.lease.worker_id, await context.store.now()
         pairs = _pairs(dispatch, worker_id)
@@ -389,7 +389,7 @@ class WorkerOperations:
             job=job,
         )
         if await context.write(write) is None:
-            return await self._too_late(ref, AttemptOutcome.COMPLETED)
+            return await self._reply_after_lease(ref, AttemptOutcome.COMPLETED)
         await self._succeeded(dispatch, worker_id, seconds, known)
         if record is not None:
             with best_effort(f"forget which files job {ref.job_id} used"):
@@ -433,7 +433,7 @@ class WorkerOperations:
             if after is not None:
                 return ReportReply(after.phase, will_retry=after.phase is Phase.QUEUED)
         await self._failures.on_late_death(call)
-        return await self._too_late(call.ref, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED)
+        return await self._reply_after_lease(call.ref, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED)
 
     async def release(self, call: Release) -> ReportReply:
         ref = call.ref
@@ -441,7 +441,7 @@ class WorkerOperations:
             after = await self._failures.release(dispatch, AtRevision(dispatch.revision), call.reason)
             if after is not None:
                 return ReportReply(after.phase, will_retry=after.phase is Phase.QUEUED)
-        return await self._too_late(ref, AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED)
+        return await self._reply_after_lease(ref, AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED)
 
     async def _held(self, ref: LeaseRef) -> Dispatch | None:
         dispatch = await self._context.store.load(ref.job_id)
@@ -449,7 +449,7 @@ class WorkerOperations:
             return None
         return dispatch
 
-    async def _too_late(self, ref: LeaseRef, *same: AttemptOutcome) -> ReportReply:
+    async def _reply_after_lease(self, ref: LeaseRef, *same: AttemptOutcome) -> ReportReply:
         """Answers a repeated report like the first. Refuses a report of an old lease."""
         dispatch = await self._context.store.load(ref.job_id)
         attempts = await self._context.store.attempts(ref.job_id)

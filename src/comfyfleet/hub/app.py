@@ -95,7 +95,7 @@ class Hub:
         self._channels, self._fleet = JobChannels(engine), FleetFeed(engine)
         self.connection_limits = connection_limits = ConnectionLimits(self.limits)
         metrics = Metrics(connection_limits, version_here())
-        engine.on_write(metrics.record_write)
+        engine.set_write_listener(metrics.record_write)
         self._streams = StreamHandlers(
             engine, self._channels, self._fleet, connection_limits, self.limits.beat_s
         )

@@ -30,7 +30,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # leases
     lease_ttl_s: float = 60.0
     acknowledge_s: float = 10.0
-    """A lease without a first heartbeat in this time is given back; this costs no attempt."""
+    """A lease without a first heartbeat in this time is released; this costs no attempt."""
     worker_lost_s: float = 60.0
     cancel_grace_s: float = 30.0
     """A lease is revoked if its worker has not confirmed a cancellation in this time."""
@@ -41,7 +41,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_attempts: int = 3
     max_worker_faults: int = 5
     max_releases: int = 20
-    """How often a job may be given back without a result. Declined jobs do not count."""
+    """How often a job may be released without a result. Declined jobs do not count."""
     retry_base_s: float = 1.0
     retry_cap_s: float = 60.0
     give_up_workers: int = 3

@@ -225,7 +225,7 @@ class DirectWorkerInbox(Protocol):
         """The registration or deregistration is written. A newer declaration stays in the inbox."""
 
     async def refuse(self, registration: PendingRegistration, reason: str) -> None: ...
-    async def settled(self, report: DirectWorkerFailure) -> None:
+    async def handled(self, report: DirectWorkerFailure) -> None:
         """The failure is handled, or the lease was over."""
 
     async def take_finished(self, limit: int) -> list[DirectWorkerCompletion]:

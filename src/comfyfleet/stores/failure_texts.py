@@ -32,7 +32,7 @@ _PUBLIC = ("kind", "worker_id", "lease", "not_before")
 """Public fields of a fact's data."""
 
 _OWN = (FailureKind.LEASE_EXPIRED, FailureKind.TOTAL_TIMEOUT)
-"""The engine finds these itself, also while a tenant database is down. No worker reports them."""
+"""The engine finds these itself. It writes their texts, which hold nothing that a worker sent."""
 
 Texts = Mapping[str, FailureText]
 """By attempt id."""

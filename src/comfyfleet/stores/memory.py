@@ -24,7 +24,7 @@ from comfyfleet.ports import Clock, LeaseState, RecordQuery
 from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.guards import may_purge
 from comfyfleet.stores.inprocess.fair_share import MemoryFairShare
-from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
+from comfyfleet.stores.inprocess.queue_state import JobEnd, QueueEntry, QueueState
 from comfyfleet.stores.inprocess.store import InProcessStore, is_as_read, place
 
 
@@ -47,7 +47,7 @@ class MemoryStore(InProcessStore[MemoryEntry]):
             clock.now,
             lambda: [entry.dispatch for entry in self._state.entries.values()],
         )
-        self._ended: dict[Phase, deque[tuple[EndedLease, JobId]]] = {
+        self._ended: dict[Phase, deque[tuple[JobEnd, JobId]]] = {
             phase: deque() for phase in Phase if phase.is_final
         }
         self._unsettled: list[JobId] = []

@@ -146,7 +146,7 @@ class EncryptedDirectWorkerInbox:
         self.listen = inner.listen
         self.admitted = inner.admitted
         self.refuse = inner.refuse
-        self.settled = inner.settled
+        self.handled = inner.handled
         self.take_finished = inner.take_finished
 
     async def backlog(self, limit: int) -> DirectWorkerBacklog:

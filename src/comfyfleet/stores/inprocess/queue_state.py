@@ -42,7 +42,7 @@ from comfyfleet.stores.inprocess.fair_share import FairShareState
 from comfyfleet.stores.inprocess.lane_index import LaneIndex
 
 
-class EndedLease(NamedTuple):
+class JobEnd(NamedTuple):
     number: int
     """Orders jobs that end at the same moment."""
     at: float
@@ -56,7 +56,7 @@ class QueueEntry(msgspec.Struct, kw_only=True, eq=False, gc=False):
     dispatch: Dispatch
     attempts: tuple[Attempt, ...] = ()
     fact_count: int = 0
-    ending: EndedLease | None = None
+    ending: JobEnd | None = None
 
     @property
     def reference(self) -> str | None:
@@ -373,7 +373,7 @@ class QueueState(Generic[E]):
         phase, entry.ending = entry.dispatch.phase, None
         if phase is not _QUEUED and phase is not _LEASED:
             self.endings += 1
-            entry.ending = EndedLease(self.endings, self._now())
+            entry.ending = JobEnd(self.endings, self._now())
 
     def _now(self) -> float:
         """Corrects for a changed wall clock, so that a lease lasts as long as it was given for."""

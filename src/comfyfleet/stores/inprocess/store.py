@@ -15,7 +15,7 @@ from comfyfleet.model.ids import JobId, WorkerId, WorkflowHash
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 from comfyfleet.ports import Clock, Counts, EligibilityMatrix, Peek
-from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
+from comfyfleet.stores.inprocess.queue_state import JobEnd, QueueEntry, QueueState
 
 E = TypeVar("E", bound=QueueEntry)
 
@@ -171,7 +171,7 @@ def place(queue: QueueState[E], entry: E, snapshot: JobSnapshot, now: float) -> 
     entry.attempts, entry.fact_count = snapshot.attempts, len(snapshot.facts)
     if entry.dispatch.phase.is_final:
         queue.endings += 1
-        entry.ending = EndedLease(queue.endings, now)
+        entry.ending = JobEnd(queue.endings, now)
     queue.load(entry)
     return entry
 

@@ -80,7 +80,7 @@ class RedisDirectWorkerInbox:
     async def refuse(self, registration: PendingRegistration, reason: str) -> None:
         await self._do("refuse_worker", registration.worker_id, registration.text, reason)
 
-    async def settled(self, report: DirectWorkerFailure) -> None:
+    async def handled(self, report: DirectWorkerFailure) -> None:
         await self._do("settle_report", report.text)
 
     async def take_finished(self, limit: int) -> list[DirectWorkerCompletion]:

@@ -22,7 +22,7 @@ from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats
-from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
+from comfyfleet.stores.inprocess.queue_state import JobEnd, QueueEntry, QueueState
 from comfyfleet.stores.inprocess.store import Area
 from comfyfleet.stores.sqlite.writer import Batch
 
@@ -113,7 +113,7 @@ def entry_of(blob: bytes, ending: int | None, ended_at: float | None, names: dic
         attempts=state.attempts,
         fact_count=state.fact_count,
         facts=state.facts,
-        ending=None if ending is None or ended_at is None else EndedLease(ending, ended_at),
+        ending=None if ending is None or ended_at is None else JobEnd(ending, ended_at),
         changes=state.record_changes(),
     )
 
