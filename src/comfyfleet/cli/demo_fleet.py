@@ -19,6 +19,7 @@ CRASHING = "gpu-c"
 
 _SDXL = {"sdxl.safetensors": 6.5}
 _SD15 = {"sd15.safetensors": 2.0}
+_WATERCOLOUR = {"watercolour.safetensors": 2.0}
 _UPSCALER = {"4x-plain.safetensors": 0.1}
 _SDXL_SAMPLER = "30"
 
@@ -38,12 +39,16 @@ class Card(msgspec.Struct, frozen=True):
         return f"{self.vram_gb:g} GB, {', '.join([*can, 'upscaler'] if self.upscalers else can)}"
 
 
+# The failing server has no other model for a first picture, so it is sure to run SDXL.
 CARDS = (
-    Card("gpu-a", 24, 1.6, {**_SDXL, **_SD15}, _UPSCALER),
-    Card("gpu-b", 16, 1.3, {**_SDXL, **_SD15}),
+    Card("gpu-a", 24, 1.6, {**_SDXL, **_SD15, **_WATERCOLOUR}, _UPSCALER),
+    Card("gpu-b", 16, 1.3, {**_SDXL, **_WATERCOLOUR}),
     Card("gpu-c", 10, 1.0, {**_SDXL, **_SD15}),
-    Card("gpu-d", 6, 0.8, _SD15, _UPSCALER),
+    Card("gpu-d", 6, 0.8, {**_SD15, **_WATERCOLOUR}, _UPSCALER),
 )
+_LOAD_S_PER_GB = 0.15
+_MODEL_INPUTS = ("ckpt_name", "model_name")
+"""The inputs of loader nodes that name a model file."""
 
 
 def settings_of(card: Card, time_scale: float, seed: int) -> FakeSettings:
@@ -62,9 +67,26 @@ def settings_of(card: Card, time_scale: float, seed: int) -> FakeSettings:
         models={"checkpoints": card.checkpoints, "upscale_models": card.upscalers},
         extra_node_classes=(upscale,) if card.upscalers else (),
         time_scale=time_scale,
-        load_seconds_per_gb=0.15,
+        load_seconds_per_gb=_LOAD_S_PER_GB,
+        transfer_seconds_per_gb=0.0,
         seed=seed,
     )
+
+
+def load_seconds_of(card: Card, time_scale: float) -> dict[str, float]:
+    """The model files of a card, and how long it reads each."""
+    installed = {**card.checkpoints, **card.upscalers}
+    return {name: size_gb * _LOAD_S_PER_GB * time_scale for name, size_gb in installed.items()}
+
+
+def loaders_of(kind: Kind) -> dict[str, str]:
+    """The loader nodes of a workflow, and the model file that each reads."""
+    return {
+        node_id: node["inputs"][name]
+        for node_id, node in workflow_of(kind, "").items()
+        for name in _MODEL_INPUTS
+        if name in node["inputs"]
+    }
 
 
 def faults_of(card: Card, down_s: float) -> Faults:
@@ -107,17 +129,17 @@ def workflow_of(kind: Kind, text: str) -> dict[str, Any]:
     """The graph. The picture to edit or upscale is made in the same run."""
     match kind:
         case "SDXL":
-            return _generation("sdxl.safetensors", text, edge=1024, steps=24, sampler=_SDXL_SAMPLER)
+            return _generation("sdxl.safetensors", text, edge=1024, steps=20, sampler=_SDXL_SAMPLER)
         case "SD 1.5":
-            return _generation("sd15.safetensors", text, edge=768, steps=30, sampler="3")
+            return _generation("sd15.safetensors", text, edge=768, steps=24, sampler="3")
         case "edit":
-            graph = _generation("sd15.safetensors", text, edge=512, steps=12, sampler="13")
+            graph = _generation("watercolour.safetensors", text, edge=512, steps=12, sampler="13")
             graph["11"] = {"class_type": "VAEEncode", "inputs": {"pixels": ["8", 0], "vae": ["4", 2]}}
             graph["12"] = {
                 "class_type": "CLIPTextEncode",
                 "inputs": {"text": "in watercolour", "clip": ["4", 1]},
             }
-            edited = {"positive": ["12", 0], "latent_image": ["11", 0], "denoise": 0.6, "steps": 40}
+            edited = {"positive": ["12", 0], "latent_image": ["11", 0], "denoise": 0.6, "steps": 30}
             graph["14"] = {"class_type": "KSampler", "inputs": {**graph["13"]["inputs"], **edited}}
             graph["15"] = {"class_type": "VAEDecode", "inputs": {"samples": ["14", 0], "vae": ["4", 2]}}
             graph["9"]["inputs"]["images"] = ["15", 0]
