@@ -19,7 +19,7 @@ CRASHING = "gpu-c"
 
 _SDXL = {"sdxl.safetensors": 6.5}
 _SD15 = {"sd15.safetensors": 2.0}
-_WATERCOLOUR = {"watercolour.safetensors": 2.0}
+_INK = {"ink.safetensors": 2.0}
 _UPSCALER = {"4x-plain.safetensors": 0.1}
 _SDXL_SAMPLER = "30"
 
@@ -41,10 +41,10 @@ class Card(msgspec.Struct, frozen=True):
 
 # The failing server has no other model for a first picture, so it is sure to run SDXL.
 CARDS = (
-    Card("gpu-a", 24, 1.6, {**_SDXL, **_SD15, **_WATERCOLOUR}, _UPSCALER),
-    Card("gpu-b", 16, 1.3, {**_SDXL, **_WATERCOLOUR}),
+    Card("gpu-a", 24, 1.6, {**_SDXL, **_SD15, **_INK}, _UPSCALER),
+    Card("gpu-b", 16, 1.3, {**_SDXL, **_INK}),
     Card("gpu-c", 10, 1.0, {**_SDXL, **_SD15}),
-    Card("gpu-d", 6, 0.8, {**_SD15, **_WATERCOLOUR}, _UPSCALER),
+    Card("gpu-d", 6, 0.8, {**_SD15, **_INK}, _UPSCALER),
 )
 _LOAD_S_PER_GB = 0.15
 _MODEL_INPUTS = ("ckpt_name", "model_name")
@@ -133,11 +133,11 @@ def workflow_of(kind: Kind, text: str) -> dict[str, Any]:
         case "SD 1.5":
             return _generation("sd15.safetensors", text, edge=768, steps=24, sampler="3")
         case "edit":
-            graph = _generation("watercolour.safetensors", text, edge=512, steps=12, sampler="13")
+            graph = _generation("ink.safetensors", text, edge=512, steps=12, sampler="13")
             graph["11"] = {"class_type": "VAEEncode", "inputs": {"pixels": ["8", 0], "vae": ["4", 2]}}
             graph["12"] = {
                 "class_type": "CLIPTextEncode",
-                "inputs": {"text": "in watercolour", "clip": ["4", 1]},
+                "inputs": {"text": "in ink", "clip": ["4", 1]},
             }
             edited = {"positive": ["12", 0], "latent_image": ["11", 0], "denoise": 0.6, "steps": 30}
             graph["14"] = {"class_type": "KSampler", "inputs": {**graph["13"]["inputs"], **edited}}
