@@ -32,7 +32,7 @@ from comfyfleet.wire.answers import JobDetails, WorkerBody
 
 _FRAME_S = 0.1
 _EVENT_LINES = 9
-_WIDE, _NARROW = 105, 80
+_WIDE, _NARROW = 110, 80
 """Columns from which cards are described in full, and below which they are left out."""
 _STATE_STYLES = {"online": "green", "offline": "bold red", "reconnecting": "yellow"}
 
