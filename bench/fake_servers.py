@@ -22,13 +22,13 @@ from bench._report import ROOT
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 
 WEIGHTS = {
-    "sdxl-1": 30,
-    "sdxl-2": 20,
-    "sdxl-3": 12,
-    "sdxl-4": 8,
-    "sd15-1": 20,
-    "sd15-2": 7,
-    "sd15-3": 3,
+    "sdxl-1.safetensors": 30,
+    "sdxl-2.safetensors": 20,
+    "sdxl-3.safetensors": 12,
+    "sdxl-4.safetensors": 8,
+    "sd15-1.safetensors": 20,
+    "sd15-2.safetensors": 7,
+    "sd15-3.safetensors": 3,
 }
 """How often each of seven checkpoints is asked for."""
 _GB = {"sdxl": 6.9, "sd15": 2.1}

@@ -7,10 +7,13 @@ from aiohttp import ClientSession
 from bench.fake_servers import WEIGHTS, Wanted, made_from, settings_of, wanted
 from tests.sim._client import Client
 
+from comfyfleet.model.workflow import read_needs
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, HandClock
 
 
-@pytest.mark.parametrize(("checkpoint", "load_s", "warm_s"), [("sdxl-1", 2.8, 0.95), ("sd15-1", 1.2, 0.5)])
+@pytest.mark.parametrize(
+    ("checkpoint", "load_s", "warm_s"), [("sdxl-1.safetensors", 2.8, 0.95), ("sd15-1.safetensors", 1.2, 0.5)]
+)
 async def test_a_load_and_a_warm_run_take_as_long_as_measured(
     checkpoint: str, load_s: float, warm_s: float
 ) -> None:
@@ -39,3 +42,8 @@ def test_a_graph_says_what_its_picture_was_wanted_to_be() -> None:
     batch = wanted(50, seed=1)
     assert [made_from(each.workflow()) for each in batch] == batch
     assert len({(each.seed, each.text) for each in batch}) == 50
+
+
+def test_the_fleet_sees_which_model_each_job_needs() -> None:
+    for each in wanted(50, seed=1):
+        assert read_needs(each.workflow()).models == {each.checkpoint}
