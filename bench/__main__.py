@@ -24,6 +24,7 @@ from bench.client_calls import share_of_the_server
 from bench.embedded import durable_cycles
 from bench.filling import filling_an_empty_lane
 from bench.leasing import behind_misfits, flat_leases
+from bench.model_loads import batch_with_many_checkpoints
 from bench.pooling import pool_throughput
 from bench.restarting import restart_with_a_backlog
 from bench.streaming import watching
@@ -46,7 +47,10 @@ GOALS: dict[str, tuple[tuple[str, ...], Callable[[Plan, str], Awaitable[list[Ent
     "12": (("sqlite",), restart_with_a_backlog),
     "13": (("postgres",), leases_with_terms),
     "14": (("redis",), audit_of_several_hubs),
+    "15": (("memory",), batch_with_many_checkpoints),
 }
+UNMEASURED = frozenset({"15"})
+"""Those that have no figures yet."""
 
 
 @click.command()

@@ -27,6 +27,7 @@ from tests.acceptance._process import (
     stop,
     written,
 )
+from tests.sim._client import text_to_image
 
 from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY
 
@@ -402,13 +403,23 @@ def test_a_fake_is_what_its_options_say() -> None:
         "never_start",
         "--fault",
     ]
-    with fake_servers(*options, "slow_paths=[]") as urls:
+    with fake_servers(*options, "slow_paths=[]", "--cache-lru", "9") as urls:
         about = ask(f"{urls[0]}/system_stats")
+        assert about["system"]["argv"][-2:] == ["--cache-lru", "9"]
         assert about["system"]["comfyui_version"] == "0.3.57"
         assert about["devices"][0]["vram_total"] == 8 * 1024**3
         assert ask(f"{urls[0]}/models/checkpoints") == ["mine/a.safetensors"]
         assert set(ask(f"{urls[0]}/object_info")) == {"SaveImage", "ControlNetLoader"}
         assert ask(f"{urls[0]}/fake/faults")["never_start"] is True
+
+
+def test_a_fake_loads_models_as_slowly_as_it_is_told() -> None:
+    options = ("--time-scale", "0", "--load-seconds-per-gb", "3", "--model", "checkpoints/a=2")
+    with fake_servers(*options) as urls:
+        ask(f"{urls[0]}/prompt", {"prompt": text_to_image("a", edge=64, steps=1)})
+        assert eventually(lambda: bool(ask(f"{urls[0]}/history")))
+        stats = ask(f"{urls[0]}/fake/stats")
+    assert (stats["model_loads"], stats["load_seconds"]) == (1, 6.0)
 
 
 def test_a_port_in_use_is_told_in_one_line() -> None:
@@ -431,6 +442,8 @@ def test_a_port_in_use_is_told_in_one_line() -> None:
         ["--version", "0.1.0"],
         ["--node-class", "NoSuchClass"],
         ["--port", "65535", "--count", "2"],
+        ["--cache-lru", "9", "--cache-none"],
+        ["--load-seconds-per-gb", "-1"],
     ],
 )
 def test_a_fake_with_impossible_options_is_a_usage_error(options: list[str]) -> None:

@@ -28,6 +28,7 @@ from tests.acceptance._process import (
     stop,
 )
 
+from comfyfleet.cli.demo_fleet import loaders_of, stories
 from comfyfleet.cli.demo_show import DemoReport, LiveShow, Narrator
 from comfyfleet.pool.events import PoolEvent
 
@@ -56,10 +57,12 @@ def test_the_demo_completes_every_job(played: Played) -> None:
 
 def test_the_demo_shows_a_block_and_its_end(played: Played) -> None:
     output = played[0].stdout
-    blocked = re.search(r"gpu-b +blocked for SDXL", output)
-    unblocked = re.search(r"gpu-b +unblocked for SDXL", output)
-    assert blocked and unblocked and blocked.start() < unblocked.start()
-    assert re.search(r"^gpu-b +SDXL +\d+\.\d s +\d+\.\d s", output, re.MULTILINE)
+    blocked = re.search(r"gpu-b +blocked for (.+) for \d", output)
+    assert blocked
+    kind = re.escape(blocked[1])
+    unblocked = re.search(rf"gpu-b +unblocked for {kind}", output)
+    assert unblocked and blocked.start() < unblocked.start()
+    assert re.search(rf"^gpu-b +{kind} +\d+\.\d s +\d+\.\d s", output, re.MULTILINE)
     assert "the cooldown is over" in output
     assert "still blocked" not in output
 
@@ -90,6 +93,19 @@ def test_the_counts_of_the_servers_add_up(played: Played) -> None:
     assert len(numbers) == 4
     assert sum(row[4] for row in numbers) == 24
     assert all(sum(row[:4]) == row[4] for row in numbers)
+
+
+def test_the_demo_compares_its_model_loads_with_first_come_first_served(played: Played) -> None:
+    output = played[0].stdout
+    found = re.search(
+        r"^(\d+) model loads; first come, first served would have made (\d+)$", output, re.MULTILINE
+    )
+    assert found, output
+    rows = re.findall(r"^gpu-[abcd] +.*%.*$", output, re.MULTILINE)
+    assert int(found.group(1)) == sum(int(row.split()[8]) for row in rows), "what the servers counted"
+    kinds = [kind for story in stories() for kind in (story.kind, story.then) if kind is not None]
+    files = [file for kind in kinds for file in loaders_of(kind).values()]
+    assert len(set(files)) <= int(found.group(2)) <= len(files)
 
 
 def test_an_interrupted_demo_ends_at_once_and_leaves_nothing_behind(tmp_path: Path) -> None:

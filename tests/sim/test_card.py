@@ -7,10 +7,13 @@ from aiohttp import ClientSession
 from tests.sim._client import Client, error_of, fake, plain, text_to_image
 
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings, HandClock
+from comfyfleet.testing.fake_comfyui.result_cache import CacheMode
 
 
-def card(vram_gb: float, **models: float) -> FakeSettings:
-    return FakeSettings(time_scale=0.001, vram_gb=vram_gb, models={"checkpoints": dict(models)})
+def card(vram_gb: float, cache_mode: CacheMode = "classic", **models: float) -> FakeSettings:
+    return FakeSettings(
+        time_scale=0.001, vram_gb=vram_gb, cache_mode=cache_mode, models={"checkpoints": dict(models)}
+    )
 
 
 async def test_a_model_that_is_on_the_card_is_not_loaded_again() -> None:
@@ -20,11 +23,30 @@ async def test_a_model_that_is_on_the_card_is_not_loaded_again() -> None:
         assert (client.server.stats.model_loads, client.server.stats.model_swaps) == (1, 0)
 
 
-async def test_models_that_fit_together_stay_together() -> None:
-    async with fake(card(24, a=6.0, b=6.0)) as client:
+async def test_models_that_fit_together_stay_together_where_results_are_kept() -> None:
+    async with fake(card(24, "lru", a=6.0, b=6.0)) as client:
         for name in ("a", "b", "a", "b"):
             await client.run(text_to_image(name))
         assert (client.server.stats.model_loads, client.server.stats.model_swaps) == (2, 0)
+        assert (await client.get("/fake/stats"))["now"]["models_on_card"] == [
+            "checkpoints/a",
+            "checkpoints/b",
+        ]
+
+
+async def test_by_default_a_prompt_displaces_the_models_of_the_last_one_whatever_the_card_holds() -> None:
+    async with fake(card(24, a=6.0, b=6.0)) as client:
+        for name in ("a", "b", "a", "b"):
+            await client.run(text_to_image(name))
+        assert (client.server.stats.model_loads, client.server.stats.model_swaps) == (4, 3)
+        assert (await client.get("/fake/stats"))["now"]["models_on_card"] == ["checkpoints/b"]
+
+
+async def test_a_model_that_left_the_card_and_not_the_memory_is_not_read_again() -> None:
+    async with fake(card(8, "lru", a=6.0, b=6.0)) as client:
+        for name in ("a", "b", "a", "b"):
+            await client.run(text_to_image(name, seed=client.server.stats.model_swaps))
+        assert (client.server.stats.model_loads, client.server.stats.model_swaps) == (2, 3)
 
 
 async def test_a_model_that_does_not_fit_beside_another_swaps_it_out() -> None:
@@ -111,6 +133,7 @@ async def test_time_is_loading_plus_work_by_speed(speed: float, seconds: float) 
         speed=speed,
         models={"checkpoints": {"a": 5.0}},
         load_seconds_per_gb=0.5,
+        transfer_seconds_per_gb=0.0,
         step_seconds=1.0,
     )
     async with FakeComfyUI(settings, clock=clock) as server:

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 import pytest
-from bench.__main__ import GOALS
+from bench.__main__ import GOALS, UNMEASURED
 from bench._measure import Entry, is_met
 from bench._report import PAGE, RESULTS, row
 
@@ -21,8 +21,10 @@ def named(entry: Entry) -> str:
 
 
 def test_every_goal_is_measured_on_each_of_its_stores() -> None:
-    asked = {(int(goal), store) for goal, (stores, _) in GOALS.items() for store in stores}
-    assert {(entry.number, entry.store) for entry in ENTRIES} == asked
+    measured = {goal: stores for goal, (stores, _) in GOALS.items() if goal not in UNMEASURED}
+    asked = {(int(goal), store) for goal, stores in measured.items() for store in stores}
+    assert {(entry.number, entry.store) for entry in ENTRIES} == asked, "what has figures is not unmeasured"
+    assert GOALS.keys() >= UNMEASURED
 
 
 def test_no_goal_is_listed_twice_for_a_store() -> None:
@@ -47,6 +49,11 @@ def test_the_docs_show_the_figure_of_every_entry_and_say_what_it_is(entry: Entry
     page = PAGE.read_text()
     assert row(entry) in page.splitlines()
     assert f"**Goal {entry.number}:" in page
+
+
+@pytest.mark.parametrize("goal", sorted(UNMEASURED))
+def test_the_docs_say_of_what_is_not_measured_yet_how_it_will_be(goal: str) -> None:
+    assert f"**Goal {goal} (not measured yet):" in PAGE.read_text()
 
 
 def test_the_docs_say_why_for_every_goal_that_is_missed() -> None:

@@ -21,8 +21,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from comfyfleet.cli.demo_fleet import CARDS, KINDS, stories, workflow_of
+from comfyfleet.cli.demo_fleet import CARDS, KINDS, load_seconds_of, loaders_of, stories, workflow_of
+from comfyfleet.cli.demo_loads import PlayedJob, PlayedServer, count_first_come_first_served
 from comfyfleet.client.client import FleetClient
+from comfyfleet.model.job import JobResult
 from comfyfleet.model.workflow_hash import hash_workflow
 from comfyfleet.pool.events import PoolEvent
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeStats
@@ -30,7 +32,7 @@ from comfyfleet.wire.answers import JobDetails, WorkerBody
 
 _FRAME_S = 0.1
 _EVENT_LINES = 9
-_WIDE, _NARROW = 100, 80
+_WIDE, _NARROW = 110, 80
 """Columns from which cards are described in full, and below which they are left out."""
 _STATE_STYLES = {"online": "green", "offline": "bold red", "reconnecting": "yellow"}
 
@@ -267,8 +269,9 @@ class Blocked(msgspec.Struct):
 class DemoReport:
     """Collects data while the demo runs and prints tables at the end."""
 
-    def __init__(self, began_at: float) -> None:
-        self.submitted: list[str] = []
+    def __init__(self, began_at: float, time_scale: float = 1.0) -> None:
+        self.submitted: dict[str, str | None] = {}
+        """The jobs in the order of their submission. Of a follower, the job that it waited for."""
         self.pictures: dict[str, bytes] = {}
         self.is_short = False
         """The time was up, or a job was never submitted because the one before it failed."""
@@ -276,6 +279,8 @@ class DemoReport:
         """The report is printed; from now on only the hub runs."""
         self.blocks: list[Blocked] = []
         self.records: list[JobDetails] = []
+        self._results: dict[str, JobResult] = {}
+        self._time_scale = time_scale
         self._workers: dict[str, WorkerBody] = {}
         self._fakes: dict[str, FakeStats] = {}
         self._began_at = began_at
@@ -296,6 +301,10 @@ class DemoReport:
     async def collect(self, client: FleetClient, fakes: dict[str, FakeComfyUI]) -> None:
         self._ended_at = time.time()
         self.records = [await client.get(job_id) for job_id in self.submitted]
+        for job_id in self.submitted:
+            ended = (await client.result(job_id)).result
+            if ended is not None:
+                self._results[job_id] = ended
         self._workers = {worker.id: worker for worker in await client.workers()}
         self._fakes = {name: fake.stats for name, fake in fakes.items()}
 
@@ -326,8 +335,35 @@ class DemoReport:
         if self._shown is not None:
             console.print(f"{len(self.pictures)} pictures in {self._folder}, one of them:", soft_wrap=True)
             console.print(f"  {self._shown}", soft_wrap=True)
+        if self.is_complete:
+            console.print(self.loads_line(), highlight=False)
         console.print(f"Took {self._ended_at - self._began_at:.1f} s.")
         self.print_summary(console)
+
+    def loads_line(self) -> str:
+        """The loads of this run, and those of first come, first served for the same jobs on the same servers."""
+        made = sum(fake.model_loads for fake in self._fakes.values())
+        servers = [
+            PlayedServer(card.id, card.speed, load_seconds_of(card, self._time_scale)) for card in CARDS
+        ]
+        else_made = count_first_come_first_served([self._played(each) for each in self.records], servers)
+        return f"{made} model loads; first come, first served would have made {else_made}"
+
+    def _played(self, record: JobDetails) -> PlayedJob:
+        kind = next(kind for kind in KINDS if kind == _label(record, "kind"))
+        loaders = loaders_of(kind)
+        speed = next(card.speed for card in CARDS if card.id == record.worker_id)
+        worked_s = sum(
+            timing.seconds for timing in self._results[record.id].timings if timing.node_id not in loaders
+        )
+        return PlayedJob(
+            record.id,
+            record.priority,
+            frozenset(loaders.values()),
+            worked_s * speed,
+            record.submitted_at - self._began_at,
+            self.submitted[record.id],
+        )
 
     def print_summary(self, console: Console) -> None:
         """Prints the jobs that did not complete, and how many did."""

@@ -57,6 +57,21 @@ _MORE_THAN_ZERO = click.FloatRange(0, min_open=True)
     "Real seconds for each simulated second; 0.1 makes everything ten times faster.",
     type=click.FloatRange(0),
 )
+@_option(
+    "--load-seconds-per-gb",
+    0.5,
+    "How long a loader node reads a model file, for each GB of its size.",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+)
+@click.option(
+    "--cache-lru",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Keep up to N node results of earlier prompts, like ComfyUI with this option. Default: those that the newest "
+    "prompt can use.",
+)
+@click.option("--cache-none", is_flag=True, help="Keep no node results, like ComfyUI with this option.")
 @_option("--seed", 0, "Changes what the pictures look like.")
 @_many(
     "--fault",
@@ -74,6 +89,9 @@ def fake_comfyui_command(
     node_classes: tuple[str, ...],
     speed: float,
     time_scale: float,
+    load_seconds_per_gb: float,
+    cache_lru: int | None,
+    cache_none: bool,
     seed: int,
     faults: tuple[str, ...],
 ) -> None:
@@ -84,6 +102,8 @@ def fake_comfyui_command(
     from comfyfleet.testing.fake_comfyui import FakeSettings
     from comfyfleet.testing.fake_comfyui.settings import behaviour_of, default_models
 
+    if cache_none and cache_lru is not None:
+        raise click.UsageError("--cache-lru and --cache-none cannot both be given.")
     if port and port + count - 1 > 65535:
         raise click.BadParameter(
             f"{count} servers from {port} on need ports above 65535", param_hint="--port"
@@ -104,6 +124,9 @@ def fake_comfyui_command(
             node_classes=node_classes or None,
             speed=speed,
             time_scale=time_scale,
+            load_seconds_per_gb=load_seconds_per_gb,
+            cache_mode="none" if cache_none else "classic" if cache_lru is None else "lru",
+            lru_size=cache_lru or FakeSettings().lru_size,
             seed=seed + index,
         )
         for index in range(count)

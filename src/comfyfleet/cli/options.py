@@ -213,6 +213,11 @@ _WORKER: dict[str, _Flag] = {
     "fake_version": _many(
         "X.Y.Z", "The ComfyUI release that fake servers behave like, in turn. Default: 0.7.0."
     ),
+    "fake_load_seconds_per_gb": _amount(
+        "SECONDS",
+        "How long a fake server reads a model file, for each GB of its size. Default: 0.5.",
+        may_be_zero=True,
+    ),
     "slots": _count("Jobs that a server gets at a time. Default: 1."),
     "grace_s": _amount(
         "SECONDS",

@@ -159,7 +159,11 @@ async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved
     versions = resolved.values.fake_version or (FakeSettings().version,)
     servers = []
     for number in range(1, count + 1):
-        settings = FakeSettings(name=f"fake-{number}", version=versions[(number - 1) % len(versions)])
+        settings = FakeSettings(
+            name=f"fake-{number}",
+            version=versions[(number - 1) % len(versions)],
+            load_seconds_per_gb=resolved.values.fake_load_seconds_per_gb,
+        )
         try:
             behaviour_of(settings.version)
         except ValueError as error:

@@ -139,6 +139,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fake: Count = 0
     fake_version: tuple[str, ...] = ()
     """The ComfyUI releases that fake servers behave like, in turn."""
+    fake_load_seconds_per_gb: Annotated[float, Meta(ge=0)] = 0.5
+    """How long fake servers read a model file, for each gigabyte of its size."""
     slots: Annotated[int, Meta(ge=1, le=1_000)] = 1
     grace_s: Annotated[float, Meta(ge=0)] = 60.0
     name: str | None = None

@@ -32,6 +32,7 @@ DRAIN_MESSAGE = "Draining: running jobs may finish. Press Ctrl-C again to stop a
     "servers",
     "fake",
     "fake_version",
+    "fake_load_seconds_per_gb",
     "slots",
     *WORKER_SETTINGS,
     "name",

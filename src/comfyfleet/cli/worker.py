@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     "clear_history",
     "fake",
     "fake_version",
+    "fake_load_seconds_per_gb",
     "transport",
     "key",
     "enrol",

@@ -35,7 +35,7 @@ Behaviour = Callable[[NodeCall], Awaitable[NodeResult]]
 async def generic(call: NodeCall) -> NodeResult:
     """A class known only by its declaration: takes its time and passes on values of the right type."""
     if call.node_class.uses_gpu:
-        await load_models(call, *call.inputs.values())
+        await put_on_card(call, *call.inputs.values())
     await call.work(call.node_class.cost_s)
     given = list(call.inputs.values())
     values = [_first(given, output) for output in call.node_class.outputs]
@@ -121,7 +121,7 @@ async def save_image(call: NodeCall) -> NodeResult:
 
 
 async def preview_image(call: NodeCall) -> NodeResult:
-    prefix = f"ComfyUI_temp_{call.temp_name}"
+    prefix = f"ComfyUI_temp_{call.memory.temp_name}"
     return NodeResult(ui={"images": save_pictures(call, call.inputs["images"], prefix, kind="temp")})
 
 
@@ -138,7 +138,8 @@ async def load_model(call: NodeCall) -> NodeResult:
         (name, spec.folder) for name, spec in call.node_class.required.items() if spec.folder is not None
     ]
     models = [find_model(call, folder, call.inputs[name]) for name, folder in named]
-    await load_models(call, *models)
+    for model in models:
+        await read_model(call, model)
     return NodeResult(values=(models[0],) * len(call.node_class.outputs))
 
 
@@ -151,12 +152,15 @@ async def apply_lora(call: NodeCall) -> NodeResult:
         else base
         for base in bases
     ]
-    await load_models(call, lora)
+    # Like ComfyUI's, the node's object keeps the file: another model or strength does not read it again.
+    if call.memory.lora != lora.key:
+        await read_model(call, lora)
+        call.memory.lora = lora.key
     return NodeResult(values=tuple(values))
 
 
 async def encode_text(call: NodeCall) -> NodeResult:
-    await load_models(call, call.inputs["clip"])
+    await put_on_card(call, call.inputs["clip"])
     await call.work(call.node_class.cost_s)
     return NodeResult(values=(FakeConditioning(call.inputs["text"]),))
 
@@ -170,7 +174,7 @@ async def empty_latent(call: NodeCall) -> NodeResult:
 async def sample(call: NodeCall) -> NodeResult:
     latent: FakeLatent = call.inputs["latent_image"]
     steps: int = call.inputs["steps"]
-    await load_models(call, call.inputs["model"], megapixels=latent.megapixels)
+    await put_on_card(call, call.inputs["model"], megapixels=latent.megapixels)
     step_seconds = call.machine.settings.step_seconds * max(latent.megapixels, 0.05)
     given_seed: int = call.inputs["seed"] if "seed" in call.inputs else call.inputs["noise_seed"]
     for step in range(1, steps + 1):
@@ -184,7 +188,7 @@ async def sample(call: NodeCall) -> NodeResult:
 
 async def decode(call: NodeCall) -> NodeResult:
     latent: FakeLatent = call.inputs["samples"]
-    await load_models(call, call.inputs["vae"], megapixels=latent.megapixels)
+    await put_on_card(call, call.inputs["vae"], megapixels=latent.megapixels)
     await call.work(call.node_class.cost_s * max(latent.megapixels, 0.05))
     image = FakeImage(width=latent.width, height=latent.height, batch=latent.batch, seed=latent.seed)
     return NodeResult(values=(image,))
@@ -192,7 +196,7 @@ async def decode(call: NodeCall) -> NodeResult:
 
 async def encode_image(call: NodeCall) -> NodeResult:
     image: FakeImage = call.inputs["pixels"]
-    await load_models(call, call.inputs["vae"])
+    await put_on_card(call, call.inputs["vae"])
     await call.work(call.node_class.cost_s)
     latent = FakeLatent(
         width=image.width, height=image.height, batch=image.batch, seed=image.seed or image.color
@@ -290,13 +294,21 @@ def find_model(call: NodeCall, folder: str, name: str) -> FakeModel:
     return FakeModel(folder=folder, name=name, size_gb=size_gb)
 
 
-async def load_models(call: NodeCall, *values: Any, megapixels: float = 0.0) -> None:
-    """Loads the models among these values onto the card, with working memory, and waits for it."""
+async def read_model(call: NodeCall, model: FakeModel) -> None:
+    """Reads a model file into the server's memory and waits for it."""
+    seconds = call.machine.load_seconds(model.size_gb)
+    call.machine.stats.loads(seconds)
+    if seconds:
+        await call.sleep(seconds)
+
+
+async def put_on_card(call: NodeCall, *values: Any, megapixels: float = 0.0) -> None:
+    """Puts the models among these values on the card, with working memory, and waits for it."""
     settings = call.machine.settings
     models = [value for value in values if isinstance(value, FakeModel)]
-    loaded_gb = call.machine.gpu.load_models(models, megapixels * settings.working_gb_per_megapixel)
-    if loaded_gb:
-        await call.sleep(loaded_gb * settings.load_seconds_per_gb)
+    moved_gb = call.machine.gpu.put(models, megapixels * settings.working_gb_per_megapixel)
+    if moved_gb * settings.transfer_seconds_per_gb:
+        await call.sleep(moved_gb * settings.transfer_seconds_per_gb)
 
 
 def _place(call: NodeCall, kind: str, prefix: str, images: FakeImage | None = None) -> SavePlace:

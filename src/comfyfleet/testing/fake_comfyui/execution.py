@@ -1,8 +1,8 @@
 """The worker: takes prompts from the queue one at a time and runs their nodes.
 
-It owns the order of events, the cache of results and the handling of failures. `behaviours` has what a node
-does, `run` what is sent for it. An unexpected error ends the worker, as on a real server: HTTP still answers,
-and nothing runs.
+It owns the order of events and the handling of failures. `behaviours` has what a node does, `run` what is sent
+for it, `result_cache` what is kept for the next prompt. An unexpected error ends the worker, as on a real
+server: HTTP still answers, and nothing runs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import hashlib
 import logging
 from typing import Any
 
-import msgspec
-
 from comfyfleet.testing.fake_comfyui.behaviours import core_behaviours
 from comfyfleet.testing.fake_comfyui.errors import Interrupted, NodeError, OutOfMemory, WorkerDied
 from comfyfleet.testing.fake_comfyui.faults import THREAD_KILLERS
@@ -21,17 +19,11 @@ from comfyfleet.testing.fake_comfyui.graph import Schedule, is_link, signatures,
 from comfyfleet.testing.fake_comfyui.lab_behaviours import lab_behaviours
 from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 from comfyfleet.testing.fake_comfyui.prompt_queue import Item
+from comfyfleet.testing.fake_comfyui.result_cache import KeptResult, NodeMemory, ResultCache
 from comfyfleet.testing.fake_comfyui.run import FakeRun, NodeCall, NodeResult
 from comfyfleet.testing.fake_comfyui.values import Blocker
 
 _log = logging.getLogger(__name__)
-
-
-class _Kept(msgspec.Struct, frozen=True):
-    """A node's result and the output shown for it."""
-
-    values: tuple[Any, ...]
-    shown: dict[str, Any] | None
 
 
 class Executor:
@@ -40,8 +32,8 @@ class Executor:
     def __init__(self, machine: FakeMachine) -> None:
         self._machine = machine
         self._behaviours = core_behaviours() | lab_behaviours()
-        self._cache: dict[str, _Kept] = {}
-        self._temp_names: dict[tuple[str, str], str] = {}
+        self._cache = ResultCache(machine.settings.cache_mode, machine.settings.lru_size)
+        self._memories: dict[tuple[str, str], NodeMemory] = {}
 
     async def work(self) -> None:
         """Run prompts until cancelled, or until something kills the worker."""
@@ -72,7 +64,7 @@ class Executor:
             self._machine.gpu.unload_all()
         if flags.get("free_memory"):
             self._cache.clear()
-            self._temp_names.clear()
+            self._memories.clear()
 
     async def _run_item(self, task: int, item: Item) -> None:
         machine = self._machine
@@ -83,11 +75,13 @@ class Executor:
         machine.sockets.client_id = run.extra_data.get("client_id")
         run.send("execution_start", {"prompt_id": prompt_id})
         keys = signatures(graph, self._fingerprint)
-        self._forget_all_but(run, set(keys.values()))
-        cached = [node_id for node_id in graph if keys[node_id] in self._cache]
+        self._forget(run, keys)
+        cached = [node_id for node_id in graph if self._cache.get(keys[node_id]) is not None]
         run.send("execution_cached", {"nodes": cached, "prompt_id": prompt_id})
         line.outcome = await _Course(self, run, keys).go(outputs)
         line.ended_at = machine.clock.now()
+        self._cache.end_prompt()
+        machine.gpu.keep_only(self._cache.models())
         machine.sockets.last_node_id = None
         is_success = line.outcome == "success"
         result = {
@@ -102,11 +96,14 @@ class Executor:
         machine.queue.finish(task, result, status)
         run.send_to_client("executing", {"node": None, "prompt_id": prompt_id})
 
-    def _forget_all_but(self, run: FakeRun, keys: set[str]) -> None:
-        # Like ComfyUI, the fake keeps only the results of the last prompt.
-        self._cache = {key: kept for key, kept in self._cache.items() if key in keys}
+    def _forget(self, run: FakeRun, keys: dict[str, str]) -> None:
+        machine = self._machine
+        self._cache.begin_prompt(keys.values())
+        machine.gpu.keep_only(self._cache.models())
         present = {(node_id, node["class_type"]) for node_id, node in run.graph.items()}
-        self._temp_names = {place: name for place, name in self._temp_names.items() if place in present}
+        if machine.settings.cache_mode == "none":
+            present.clear()
+        self._memories = {place: kept for place, kept in self._memories.items() if place in present}
 
     def _fingerprint(self, class_type: str, inputs: dict[str, Any]) -> str:
         node_class = self._machine.catalogue[class_type]
@@ -119,17 +116,17 @@ class Executor:
             )
         return ""
 
-    def kept(self, key: str | None) -> _Kept | None:
-        return self._cache.get(key) if key is not None else None
+    def kept(self, key: str | None) -> KeptResult | None:
+        return self._cache.get(key)
 
-    def keep(self, key: str, kept: _Kept) -> None:
-        self._cache[key] = kept
+    def keep(self, key: str, kept: KeptResult) -> None:
+        self._cache.keep(key, kept)
 
-    def temp_name(self, node_id: str, class_type: str) -> str:
+    def memory(self, node_id: str, class_type: str) -> NodeMemory:
         place = (node_id, class_type)
-        if place not in self._temp_names:
-            self._temp_names[place] = self._machine.new_temp_name()
-        return self._temp_names[place]
+        if place not in self._memories:
+            self._memories[place] = NodeMemory(self._machine.new_temp_name())
+        return self._memories[place]
 
     async def behave(self, call: NodeCall) -> NodeResult:
         """Runs a node's behaviour with the faults that are switched on for it."""
@@ -155,7 +152,7 @@ class _Course:
         self._run = run
         self._machine = run.machine
         self._keys = keys
-        self._done: dict[str, _Kept] = {}
+        self._done: dict[str, KeptResult] = {}
         self._expanded: dict[str, tuple[Any, ...]] = {}
         self._background: dict[str, asyncio.Task[NodeResult]] = {}
         self._current_inputs: dict[str, list[Any]] = {}
@@ -248,7 +245,7 @@ class _Course:
         if blocker is not None:
             self._tell_blocked(node_id, blocker)
             return NodeResult(values=(Blocker(None),) * len(node_class.outputs))
-        call = NodeCall(run, node_id, inputs, self._executor.temp_name(node_id, node_class.name))
+        call = NodeCall(run, node_id, inputs, self._executor.memory(node_id, node_class.name))
         if node_class.is_async:
             self._background[node_id] = asyncio.create_task(self._behave(call))
             self._schedule.hold(node_id)
@@ -264,7 +261,7 @@ class _Course:
             raise NodeError(type(error).__name__, str(error)) from error
 
     async def _finish(self, node_id: str, result: NodeResult) -> None:
-        kept = _Kept(values=result.values, shown=self._run.ui_outputs.get(node_id))
+        kept = KeptResult(values=result.values, shown=self._run.ui_outputs.get(node_id))
         self._done[node_id] = kept
         if node_id in self._keys:
             self._executor.keep(self._keys[node_id], kept)
@@ -289,7 +286,7 @@ class _Course:
                 self._schedule.wait_for(node_id, value[0])
         self._expanded[node_id] = result.values
 
-    def _find(self, node_id: str) -> _Kept | None:
+    def _find(self, node_id: str) -> KeptResult | None:
         if node_id in self._done:
             return self._done[node_id]
         return None if self._run.is_made(node_id) else self._executor.kept(self._keys.get(node_id))
@@ -307,7 +304,7 @@ class _Course:
         data = {"node": node_id, "display_node": display, "output": output, "prompt_id": run.prompt_id}
         run.send_to_client("executed", data)
 
-    def _show_cached(self, node_id: str, cached: _Kept) -> None:
+    def _show_cached(self, node_id: str, cached: KeptResult) -> None:
         run = self._run
         output = cached.shown["output"] if cached.shown is not None else None
         data = {"node": node_id, "display_node": node_id, "output": output, "prompt_id": run.prompt_id}

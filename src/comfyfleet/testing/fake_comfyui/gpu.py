@@ -1,11 +1,12 @@
-"""The simulated card: which models are on it, what does not fit, and what loading costs.
+"""The simulated card: which models are on it and what does not fit.
 
-It returns how many gigabytes had to be loaded; the caller waits for that.
+A loader reads a model into the server's memory; the first node that uses it puts it on the card. The card returns how
+many gigabytes went there, and the caller waits for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from comfyfleet.testing.fake_comfyui.errors import OutOfMemory
 from comfyfleet.testing.fake_comfyui.stats import FakeStats
@@ -19,6 +20,8 @@ class FakeGpu:
         self.vram_gb = vram_gb
         self._stats = stats
         self._resident: dict[str, float] = {}
+        self._has_lost_models = False
+        """Models left the card because this prompt has no use for them; what it puts there takes their place."""
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -29,8 +32,8 @@ class FakeGpu:
     def free_gb(self) -> float:
         return self.vram_gb - sum(self._resident.values())
 
-    def load_models(self, models: Iterable[FakeModel], working_gb: float = 0.0) -> float:
-        """Puts models and working memory on the card and returns the gigabytes that were loaded."""
+    def put(self, models: Iterable[FakeModel], working_gb: float = 0.0) -> float:
+        """Puts models and working memory on the card and returns the gigabytes of models that went there."""
         needed: dict[str, float] = {}
         for model in models:
             needed.update(model.parts())
@@ -40,18 +43,25 @@ class FakeGpu:
                 f"Requested               : {sum(needed.values()) + working_gb:.2f} GiB\n"
                 f"Device limit            : {self.vram_gb:.2f} GiB"
             )
-        loaded_gb = 0.0
+        moved_gb = 0.0
         for key, size_gb in needed.items():
             if key in self._resident:
                 self._resident[key] = self._resident.pop(key)
                 continue
-            if self._evict(size_gb, needed):
+            if self._evict(size_gb, needed) or self._has_lost_models:
                 self._stats.model_swaps += 1
+            self._has_lost_models = False
             self._resident[key] = size_gb
-            self._stats.model_loads += 1
-            loaded_gb += size_gb
+            moved_gb += size_gb
         self._evict(working_gb, needed)
-        return loaded_gb
+        return moved_gb
+
+    def keep_only(self, held: Collection[str]) -> None:
+        """Takes models off the card that the server no longer holds in memory."""
+        gone = [key for key in self._resident if key not in held]
+        for key in gone:
+            del self._resident[key]
+        self._has_lost_models = bool(gone)
 
     def unload_all(self) -> None:
         """What ComfyUI does after running out of memory, and at `/free`."""

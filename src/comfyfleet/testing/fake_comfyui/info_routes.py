@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from comfyfleet.testing.fake_comfyui.machine import FakeMachine
-from comfyfleet.testing.fake_comfyui.settings import GIGABYTE
+from comfyfleet.testing.fake_comfyui.settings import GIGABYTE, FakeSettings
 
 _HOME = "/srv/comfyui"
 _ALSO_IN_OUTPUT = {
@@ -94,7 +94,7 @@ class InfoRoutes:
             "python_version": "3.11.7 (main, fake) [GCC 12.2.0]",
             "pytorch_version": "2.9.1+cu128",
             "embedded_python": False,
-            "argv": ["main.py", "--listen", "127.0.0.1"],
+            "argv": ["main.py", "--listen", "127.0.0.1", *_cache_flags(settings)],
         }
         device = {
             "name": settings.device_name,
@@ -161,3 +161,13 @@ def _paths() -> dict[str, Any]:
         paths[name].append(f"{_HOME}/output/{part}")
     paths["custom_nodes"] = [f"{_HOME}/custom_nodes"]
     return paths
+
+
+def _cache_flags(settings: FakeSettings) -> list[str]:
+    match settings.cache_mode:
+        case "classic":
+            return []
+        case "lru":
+            return ["--cache-lru", str(settings.lru_size)]
+        case "none":
+            return ["--cache-none"]

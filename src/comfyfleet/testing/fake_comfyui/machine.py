@@ -47,6 +47,7 @@ class FakeMachine:
         self.faults = faults
         self.stats = stats
         self.random = random.Random(f"{settings.seed}/{settings.name}/{stats.crashes}")
+        self._load_random = random.Random(f"{settings.seed}/{settings.name}/{stats.crashes}/loads")
         self.signal = Signal()
         self.loop_is_free = asyncio.Event()
         self.loop_is_free.set()
@@ -68,6 +69,12 @@ class FakeMachine:
     def new_temp_name(self) -> str:
         """The random part of a temporary file's name."""
         return "".join(self.random.choice(_TEMP_LETTERS) for _ in range(5))
+
+    def load_seconds(self, size_gb: float) -> float:
+        """How long reading a model file takes this time."""
+        settings = self.settings
+        usual = settings.load_seconds + size_gb * settings.load_seconds_per_gb
+        return usual * (1 + self._load_random.uniform(-settings.load_noise, settings.load_noise))
 
     def create_time(self) -> int:
         """Milliseconds, never the same twice: a real server takes longer to validate a prompt."""

@@ -14,6 +14,7 @@ from comfyfleet.testing.fake_comfyui import pictures
 from comfyfleet.testing.fake_comfyui.catalogue import NodeClass
 from comfyfleet.testing.fake_comfyui.errors import Interrupted
 from comfyfleet.testing.fake_comfyui.machine import FakeMachine
+from comfyfleet.testing.fake_comfyui.result_cache import NodeMemory
 from comfyfleet.testing.fake_comfyui.sockets import (
     JPEG,
     PNG,
@@ -150,13 +151,13 @@ class FakeRun:
 class NodeCall:
     """One execution of one node, as its behaviour sees it."""
 
-    def __init__(self, run: FakeRun, node_id: str, inputs: dict[str, Any], temp_name: str) -> None:
+    def __init__(self, run: FakeRun, node_id: str, inputs: dict[str, Any], memory: NodeMemory) -> None:
         self.run = run
         self.machine = run.machine
         self.node_id = node_id
         self.node_class = run.node_class(node_id)
         self.inputs = inputs
-        self.temp_name = temp_name
+        self.memory = memory
 
     async def work(self, seconds: float) -> None:
         """Keeps the card busy for this long (at speed 1)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from comfyfleet.testing.fake_comfyui.catalogue import NodeClass
+from comfyfleet.testing.fake_comfyui.result_cache import CacheMode
 
 GIGABYTE = 1024**3
 OLDEST = (0, 3, 40)
@@ -49,6 +50,17 @@ class FakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     time_scale: float = 1.0
     """Wall-clock seconds per simulated second: 0.01 makes a run a hundred times faster."""
     load_seconds_per_gb: float = 0.5
+    """Reading a model file from the disk, which its loader node does."""
+    load_seconds: float = 0.0
+    """What each file takes beside its size."""
+    load_noise: float = 0.0
+    """How far a load may be from its usual time: 0.1 is a tenth up or down."""
+    transfer_seconds_per_gb: float = 0.05
+    """From memory to the card, at the first node that uses the model."""
+    cache_mode: CacheMode = "classic"
+    """Which results outlive their prompt: ComfyUI's default, `--cache-lru` or `--cache-none`."""
+    lru_size: int = 100
+    """How many node results `lru` keeps."""
     step_seconds: float = 0.1
     """One sampling step on one megapixel."""
     working_gb_per_megapixel: float = 1.5

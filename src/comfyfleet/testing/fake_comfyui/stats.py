@@ -28,8 +28,11 @@ class FakeStats(msgspec.Struct, kw_only=True):
     nodes_executed: int = 0
     nodes_by_class: dict[str, int] = msgspec.field(default_factory=dict)
     model_loads: int = 0
+    """Model files that loaders read."""
+    load_seconds: float = 0.0
+    """Simulated seconds that reading them took."""
     model_swaps: int = 0
-    """Loads that displaced another model from the card."""
+    """Models that took the place of others on the card."""
     previews_sent: int = 0
     uploads: int = 0
     bytes_without_end: int = 0
@@ -44,6 +47,11 @@ class FakeStats(msgspec.Struct, kw_only=True):
         run = FakePromptRun(prompt_id=prompt_id, started_at=now)
         self.prompt_log.append(run)
         return run
+
+    def loads(self, seconds: float) -> None:
+        """Counts one model file that is read."""
+        self.model_loads += 1
+        self.load_seconds += seconds
 
     def executes(self, class_type: str) -> None:
         """Counts one node that ran (not one from the cache)."""
