@@ -85,6 +85,7 @@ class Engine:
             strategy or SmartFailover(self.rules),
         )
         self._matcher = Matcher(self._context)
+        self._context.others_changed = self._matcher.others_changed
         self._catalogs = NodeCatalogs(self._context)
         self._failures = FailureHandler(
             self._context, self._matcher, RefusalHandler(self._context, self._catalogs)
