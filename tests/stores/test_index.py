@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests._examples import examples
@@ -34,7 +36,14 @@ steps = st.lists(
         st.tuples(st.just("advance"), st.sampled_from(TENANTS), st.sampled_from([0.0, 7.0, 90.0])),
         st.tuples(st.just("take_out"), st.sampled_from(TENANTS)),
         st.tuples(st.just("bring_back"), st.sampled_from(TENANTS)),
-        st.tuples(st.just("window"), st.sampled_from(PROFILES), st.integers(1, 6), st.integers(1, 4)),
+        st.tuples(
+            st.just("window"),
+            st.sampled_from(PROFILES),
+            st.integers(1, 6),
+            st.integers(1, 4),
+            st.sets(st.sampled_from(CLASSES), max_size=2),
+            st.sets(st.sampled_from(HASHES), max_size=1),
+        ),
         st.tuples(st.just("new_profile"), st.integers(0, 3)),
     ),
     max_size=80,
@@ -53,14 +62,33 @@ class Plain:
 
     def order(
         self, profile: ProfileKey, skip: set[WorkflowHash], off: set[int]
-    ) -> list[tuple[LaneKey, int, float]]:
+    ) -> list[tuple[LaneKey, int, float, int]]:
+        lengths = Counter(self.waiting.values())
         mine = [
-            (lane, sequence, self.virtual.get(lane.tenant, 0.0))
+            (lane, sequence, self.virtual.get(lane.tenant, 0.0), lengths[lane])
             for sequence, lane in self.waiting.items()
             if lane.class_key in self.fits[profile] and lane.workflow_hash not in skip and sequence not in off
             if lane.tenant not in self.out
         ]
         return sorted(mine, key=lambda job: (-job[0].priority, job[2], job[1]))
+
+    def window(
+        self, profile: ProfileKey, slots: int, lanes: int, skip: set[WorkflowHash], warm: set[ClassKey]
+    ) -> list[tuple[LaneKey, int, float, int]]:
+        order = self.order(profile, skip, set())
+        found = order[:slots]
+        if len(found) < slots:
+            return found
+        level = found[-1][0].priority
+        same = [job for job in order if job[0].priority == level]
+        seen = {job[0] for job in found if job[0].priority == level}
+        heads: dict[LaneKey, tuple[LaneKey, int, float, int]] = {}
+        for job in same:
+            if job[0] not in seen and job[2] <= same[0][2] + 30:
+                heads.setdefault(job[0], job)
+        warm_first = sorted(heads.values(), key=lambda job: job[0].class_key not in warm)
+        chosen = warm_first[: max(0, lanes - len(seen))]
+        return found + [job for job in order if job in chosen]
 
 
 @settings(max_examples=examples(300))
@@ -115,16 +143,16 @@ def test_the_index_always_chooses_what_looking_at_every_job_would(
             case ("bring_back", str() as tenant):
                 index.unhide_tenant(TenantId(tenant))
                 plain.out.discard(TenantId(tenant))
-            case ("window", str() as profile, int() as slots, int() as lanes):
-                expected = plain.order(ProfileKey(profile), set(), set())
-                seen = index.window(ProfileKey(profile), slots=slots, lanes=lanes, quantum_s=30)
-                assert seen[:slots] == expected[:slots]
-                beyond = seen[slots:]
-                assert all(job in expected for job in beyond)
-                assert all(job[0].priority == seen[slots - 1][0].priority for job in beyond)
+            case ("window", str() as profile, int() as slots, int() as lanes, set() as warm, set() as skip):
+                key = ProfileKey(profile)
+                seen = index.window(key, slots=slots, lanes=lanes, quantum_s=30, skip=skip, warm=warm)
+                assert seen == plain.window(key, slots, lanes, skip, warm)
             case ("new_profile", int() as which):
                 index.drop_profile(PROFILES[which])
                 index.add_profile(PROFILES[which], plain.fits[PROFILES[which]])
+        for priority in (-1000, -5, 0, 10, 1000):
+            ahead = [lane for lane in plain.waiting.values() if lane.priority >= priority]
+            assert index.waiting_from(priority) == len(ahead)
     for each in PROFILES:
         expected = plain.order(each, set(), set())
         assert index.window(each, slots=len(expected) + 1, lanes=1, quantum_s=0) == expected
@@ -138,7 +166,7 @@ def test_the_window_shows_the_heads_of_further_lanes_of_the_same_priority() -> N
     for number in range(200):
         index.add(lanes[number % 40], number)
     seen = index.window(PROFILES[0], slots=1, lanes=32, quantum_s=30)
-    assert [sequence for _, sequence, _ in seen] == list(range(32))
+    assert [sequence for _, sequence, *_ in seen] == list(range(32))
 
 
 def test_the_window_leaves_out_tenants_served_a_quantum_more() -> None:
@@ -150,7 +178,7 @@ def test_the_window_leaves_out_tenants_served_a_quantum_more() -> None:
     index.charge(TENANTS[0], 31)
     index.charge(TENANTS[1], 30)
     seen = index.window(PROFILES[0], slots=1, lanes=32, quantum_s=30)
-    assert [lane.tenant for lane, _, _ in seen] == [TENANTS[2], TENANTS[1]]
+    assert [lane.tenant for lane, *_ in seen] == [TENANTS[2], TENANTS[1]]
 
 
 def test_a_profile_nobody_polls_for_does_not_collect_what_others_took() -> None:

@@ -37,6 +37,9 @@ from comfyfleet.ports.bus import PeerChannel
 from comfyfleet.ports.documents import DocumentStore
 from comfyfleet.ports.records import Records
 
+MAX_WARM_LANES = 256
+"""How many lanes of warm classes a look considers, shared equally among the classes. Of more, some are not seen."""
+
 
 class EligibilityMatrix(msgspec.Struct, frozen=True):
     """Which profile may take which class. The version grows with each added class or profile."""
@@ -58,7 +61,8 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     """Workflow hashes to leave out, in addition to the blocks in the store."""
     warm: frozenset[ClassKey] = frozenset()
     """Classes whose models the slots have loaded. Of the priorities and tenants that the answer shows, their lanes come
-    first, also where `lanes` older ones wait."""
+    first, also where `lanes` older ones wait: after the jobs for the slots, the heads of warm lanes take the places of
+    older lanes. The answer stays in the store's order. At most `MAX_WARM_LANES` lanes are looked at for it."""
 
 
 class LeaseState(msgspec.Struct, frozen=True, gc=False):

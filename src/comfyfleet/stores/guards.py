@@ -54,7 +54,17 @@ def granted(
 ) -> tuple[Dispatch, Lease, Attempt, Fact]:
     """The dispatch under its new lease, the new attempt, and the fact about it."""
     number = before.lease_number + 1
-    lease = Lease(offer.worker_id, number, epoch, offer.token, offer.poll_id, now, now + offer.acknowledge_s)
+    lease = Lease(
+        offer.worker_id,
+        number,
+        epoch,
+        offer.token,
+        offer.poll_id,
+        now,
+        now + offer.acknowledge_s,
+        run_s=offer.run_s,
+        load_s=offer.load_s,
+    )
     after = msgspec.structs.replace(
         before,
         phase=_LEASED,

@@ -9,7 +9,7 @@ hundreds of different workers, most lanes are empty again by then.
 The order is (priority, virtual time of the tenant, sequence). Each lease changes its tenant's virtual time,
 so that stands above the lanes: one entry per tenant. Virtual time never falls, which keeps the bounds valid.
 Entries of a tenant that is held or at its cap are set aside when they reach the top, until the tenant is
-back.
+back. Lanes of warm classes are found by class and priority, beside this order.
 """
 
 from __future__ import annotations
@@ -17,236 +17,34 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Container, Generator, Iterable, Set
 from contextlib import closing
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush
+from itertools import islice
 
 from comfyfleet.model.block import tenant_target
 from comfyfleet.model.dispatch import LaneKey
 from comfyfleet.model.ids import ClassKey, ProfileKey, TenantId
+from comfyfleet.ports.queue import MAX_WARM_LANES
+from comfyfleet.stores.inprocess.profile_lanes import Lane, ProfileLanes, TenantTimes
 
 # Idle classes are kept for a while: the next job of the class finds its eligibility ready.
 MAX_IDLE_CLASSES = 4096
 
 _NOTHING: frozenset[str] = frozenset()
-
-
-class _Lane:
-    """Waiting sequence numbers under one key, ascending. Taking the head and putting one back are cheap."""
-
-    __slots__ = ("head", "items", "key", "number")
-
-    def __init__(self, key: LaneKey, number: int) -> None:
-        self.key = key
-        self.number = number
-        self.items: list[int] = []
-        self.head = 0
-
-    def __lt__(self, other: _Lane) -> bool:
-        return self.number < other.number
-
-    def __len__(self) -> int:
-        return len(self.items) - self.head
-
-    @property
-    def first(self) -> int:
-        return self.items[self.head]
-
-    def add(self, sequence: int) -> bool:
-        """Returns True if it became the head."""
-        items, head = self.items, self.head
-        if len(items) == head or sequence > items[-1]:
-            items.append(sequence)
-            return len(items) == head + 1
-        at = bisect_left(items, sequence, head)
-        if head and at - head < 1024:
-            # A retried job returns near the front: moving the few before it is cheaper than all behind it.
-            items[head - 1 : at - 1] = items[head:at]
-            items[at - 1] = sequence
-            self.head = head - 1
-            return at == head
-        items.insert(at, sequence)
-        return at == head
-
-    def remove(self, sequence: int) -> None:
-        items, head = self.items, self.head
-        at = head if items[head] == sequence else bisect_left(items, sequence, head)
-        assert items[at] == sequence, "only what stands in a lane is taken out of it"
-        if at - head < 1024:
-            items[head + 1 : at + 1] = items[head:at]
-            self.head = head + 1
-            if self.head > 64 and self.head * 2 > len(items):
-                del items[: self.head]
-                self.head = 0
-        else:
-            del items[at]
-
-
-class _Group:
-    """The lanes of one (priority, tenant) that one profile may take."""
-
-    __slots__ = ("bounds", "heap", "tidy_at")
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[int, _Lane]] = []
-        self.bounds: dict[_Lane, int] = {}
-        self.tidy_at = 64
-
-    def lower(self, sequence: int, lane: _Lane) -> None:
-        known = self.bounds.get(lane)
-        if known is None or sequence < known:
-            self.bounds[lane] = sequence
-            heappush(self.heap, (sequence, lane))
-            if len(self.heap) > self.tidy_at:
-                self._tidy()
-
-    def _tidy(self) -> None:
-        """Removes empty lanes, also for a profile that nobody polls for."""
-        self.bounds = {lane: bound for lane, bound in self.bounds.items() if lane}
-        self.heap = [(bound, lane) for lane, bound in self.bounds.items()]
-        heapify(self.heap)
-        self.tidy_at = 64 + 2 * len(self.heap)
-
-    def best(self) -> tuple[int, _Lane] | None:
-        """The lane with the first head, its bound corrected. None if nothing waits."""
-        heap, bounds = self.heap, self.bounds
-        while heap:
-            bound, lane = heap[0]
-            if bounds.get(lane) != bound:
-                heappop(heap)
-            elif lane.head == len(lane.items):
-                heappop(heap)
-                del bounds[lane]
-            elif (first := lane.items[lane.head]) != bound:
-                bounds[lane] = first
-                heapreplace(heap, (first, lane))
-            else:
-                return heap[0]
-        return None
-
-    def set_aside(self) -> tuple[int, _Lane]:
-        bound, lane = heappop(self.heap)
-        del self.bounds[lane]
-        return bound, lane
-
-
-# (−priority, virtual time, sequence, tenant): the head of a group; all but priority are lower bounds
-_Entry = tuple[int, float, int, TenantId]
-_Place = tuple[int, TenantId]
-
-
-class _Tenants:
-    __slots__ = ("out", "virtual_times")
-
-    def __init__(self) -> None:
-        self.virtual_times: dict[TenantId, float] = {}
-        self.out: dict[TenantId, dict[tuple[_Profile, _Place], None]] = {}
-        """Excluded tenants, with the entries set aside for them."""
-
-
-class _Profile:
-    __slots__ = ("bounds", "classes", "groups", "heap", "sort_pending_at", "tidy_at", "unsorted")
-
-    def __init__(self, classes: set[ClassKey]) -> None:
-        self.classes = classes
-        self.unsorted: dict[_Lane, None] = {}
-        """Lanes with a new head since this profile's last look."""
-        self.sort_pending_at = 64
-        self.tidy_at = 64
-        self.groups: dict[_Place, _Group] = {}
-        self.heap: list[_Entry] = []
-        self.bounds: dict[_Place, _Entry] = {}
-
-    def lower(self, lane: _Lane, sequence: int, virtual_time: float) -> None:
-        tenant, descending = lane.key.tenant, -lane.key.priority
-        at = (descending, tenant)
-        group = self.groups.get(at)
-        if group is None:
-            group = self.groups[at] = _Group()
-        group.lower(sequence, lane)
-        known = self.bounds.get(at)
-        # After an entry was set aside, other lanes of its group may come first.
-        entry = (descending, virtual_time, group.heap[0][0] if known is None else sequence, tenant)
-        if known is None or entry < known:
-            self.bounds[at] = entry
-            heappush(self.heap, entry)
-            if len(self.heap) > self.tidy_at:
-                self._tidy()
-
-    def _tidy(self) -> None:
-        self.groups = {at: group for at, group in self.groups.items() if group.best() is not None}
-        self.bounds = {at: entry for at, entry in self.bounds.items() if at in self.groups}
-        self.heap = list(self.bounds.values())
-        heapify(self.heap)
-        self.tidy_at = 64 + 2 * len(self.heap)
-
-    def sort_pending(self) -> None:
-        """Drops emptied lanes, also for a profile that nobody polls for."""
-        self.unsorted = {lane: None for lane in self.unsorted if lane}
-        self.sort_pending_at = 64 + 2 * len(self.unsorted)
-
-    def _take_in(self, virtual_times: dict[TenantId, float]) -> None:
-        unsorted, self.unsorted = self.unsorted, {}
-        for lane in unsorted:
-            if lane:
-                self.lower(lane, lane.first, virtual_times.get(lane.key.tenant, 0.0))
-
-    def best(self, tenants: _Tenants) -> tuple[_Entry, _Group] | None:
-        virtual_times, out = tenants.virtual_times, tenants.out
-        if self.unsorted:
-            self._take_in(virtual_times)
-        heap, bounds = self.heap, self.bounds
-        while heap:
-            entry = heap[0]
-            descending, virtual_time, sequence, tenant = entry
-            at = (descending, tenant)
-            if bounds.get(at) != entry:
-                heappop(heap)
-                continue
-            if tenant in out:
-                heappop(heap)
-                del bounds[at]
-                out[tenant][self, at] = None
-                continue
-            group = self.groups[at]
-            head = group.best()
-            if head is None:
-                heappop(heap)
-                del bounds[at], self.groups[at]
-                continue
-            now = virtual_times.get(tenant, 0.0)
-            if head[0] == sequence and now == virtual_time:
-                return entry, group
-            right = bounds[at] = (descending, now, head[0], tenant)
-            heapreplace(heap, right)
-        return None
-
-    def renew(self, at: _Place, virtual_times: dict[TenantId, float]) -> None:
-        """Moves a group's entry to its new head after lanes were set aside."""
-        heappop(self.heap)
-        del self.bounds[at]
-        self.restore(at, virtual_times)
-
-    def restore(self, at: _Place, virtual_times: dict[TenantId, float]) -> None:
-        """Gives a group its entry back if anything waits in it."""
-        group = self.groups.get(at)
-        if group is None or at in self.bounds:
-            return
-        head = group.best()
-        if head is None:
-            del self.groups[at]
-            return
-        entry = self.bounds[at] = (at[0], virtual_times.get(at[1], 0.0), head[0], at[1])
-        heappush(self.heap, entry)
+_NO_CLASSES: frozenset[ClassKey] = frozenset()
 
 
 class LaneIndex:
     def __init__(self) -> None:
-        self._lanes: dict[LaneKey, _Lane] = {}
-        self._lanes_of: dict[ClassKey, dict[_Lane, None]] = {}
-        self._profiles: dict[ProfileKey, _Profile] = {}
-        self._profiles_of: dict[ClassKey, dict[_Profile, None]] = {}
+        self._lanes: dict[LaneKey, Lane] = {}
+        self._lanes_of: dict[ClassKey, dict[int, dict[Lane, None]]] = {}
+        """By class and priority."""
+        self._waiting: dict[int, int] = {}
+        """How many jobs wait at each priority."""
+        self._profiles: dict[ProfileKey, ProfileLanes] = {}
+        self._profiles_of: dict[ClassKey, dict[ProfileLanes, None]] = {}
         self._pins: dict[ClassKey, int] = {}
         self._idle_classes: dict[ClassKey, None] = {}
-        self._tenants = _Tenants()
+        self._tenants = TenantTimes()
         self._lane_numbers = 0
 
     # eligibility matrix
@@ -295,10 +93,11 @@ class LaneIndex:
     def add_profile(self, key: ProfileKey, fits: Collection[ClassKey]) -> None:
         if key in self._profiles:
             return
-        profile = self._profiles[key] = _Profile(set(fits))
+        profile = self._profiles[key] = ProfileLanes(set(fits))
         for class_key in fits:
             self._profiles_of[class_key][profile] = None
-            profile.unsorted.update(self._lanes_of[class_key])
+            for lanes in self._lanes_of[class_key].values():
+                profile.unsorted.update(lanes)
         profile.sort_pending()
 
     def drop_profile(self, key: ProfileKey) -> None:
@@ -317,8 +116,9 @@ class LaneIndex:
         lane = self._lanes.get(key)
         if lane is None:
             self._lane_numbers += 1
-            lane = self._lanes[key] = _Lane(key, self._lane_numbers)
-            self._lanes_of[key.class_key][lane] = None
+            lane = self._lanes[key] = Lane(key, self._lane_numbers)
+            self._lanes_of[key.class_key].setdefault(key.priority, {})[lane] = None
+        self._waiting[key.priority] = self._waiting.get(key.priority, 0) + 1
         if lane.add(sequence):
             for profile in self._profiles_of[key.class_key]:
                 unsorted = profile.unsorted
@@ -329,10 +129,21 @@ class LaneIndex:
     def remove(self, key: LaneKey, sequence: int) -> None:
         lane = self._lanes[key]
         lane.remove(sequence)
+        priority = key.priority
+        left = self._waiting[priority] = self._waiting[priority] - 1
         if not lane:
             # An index may still hold the object; it drops an empty lane.
             del self._lanes[key]
-            del self._lanes_of[key.class_key][lane]
+            by_priority = self._lanes_of[key.class_key]
+            del by_priority[priority][lane]
+            if not by_priority[priority]:
+                del by_priority[priority]
+                if not left:
+                    del self._waiting[priority]
+
+    def waiting_from(self, priority: int) -> int:
+        """How many jobs of this priority or a higher one wait."""
+        return sum(count for each, count in self._waiting.items() if each >= priority)
 
     def position(self, key: LaneKey, sequence: int) -> int:
         """How many waiting jobs come before this one, by priority and age."""
@@ -382,17 +193,25 @@ class LaneIndex:
         quantum_s: float,
         skip: Set[str] = _NOTHING,
         skip_jobs: Container[int] = (),
-    ) -> list[tuple[LaneKey, int, float]]:
-        """Candidates for a matching pass. First as many jobs as there are slots, in order; then heads of
-        further lanes, of the same priority and of tenants within a quantum of the least served, for policy to
-        choose from.
+        warm: Set[ClassKey] = _NO_CLASSES,
+    ) -> list[tuple[LaneKey, int, float, int]]:
+        """Candidates for a matching pass, each with the length of its lane. First as many jobs as there are
+        slots, in order; then heads of further lanes, of the same priority and of tenants within a quantum of
+        the least served, for policy to choose from. Among these, lanes of warm classes precede older ones.
         """
-        found: list[tuple[LaneKey, int, float]] = []
+        found: list[tuple[LaneKey, int, float, int]] = []
         seen: set[LaneKey] = set()
-        level, least = 0, 0.0
+        level, least, is_warm = 0, 0.0, False
         with closing(self._walk(key, skip, skip_jobs, heads_after=slots)) as walk:
-            for lane, sequence, virtual_time in walk:
+            for lane, sequence, virtual_time, waiting in walk:
                 if len(found) >= slots:
+                    if warm and found and not is_warm:
+                        is_warm = True
+                        added = self._warm_heads(
+                            key, warm, level, least + quantum_s, skip, skip_jobs, seen, lanes
+                        )
+                        found += added
+                        seen.update(each[0] for each in added)
                     if lane.priority != level or len(seen) >= lanes or virtual_time > least + quantum_s:
                         break
                     if lane in seen:
@@ -401,8 +220,44 @@ class LaneIndex:
                     level, least = lane.priority, virtual_time
                     seen = set()
                 seen.add(lane)
-                found.append((lane, sequence, virtual_time))
+                found.append((lane, sequence, virtual_time, waiting))
+        if is_warm:
+            found[slots:] = sorted(found[slots:], key=_by_virtual_time)
         return found
+
+    def _warm_heads(
+        self,
+        key: ProfileKey,
+        warm: Set[ClassKey],
+        priority: int,
+        latest: float,
+        skip: Set[str],
+        skip_jobs: Container[int],
+        seen: Set[LaneKey],
+        lanes: int,
+    ) -> list[tuple[LaneKey, int, float, int]]:
+        """The first heads of lanes of warm classes that are not seen yet, until `lanes` lanes are seen."""
+        room = lanes - len(seen)
+        if room <= 0:
+            return []
+        found = []
+        virtual_times, hidden = self._tenants.virtual_times, self._tenants.out
+        for class_key in self._profiles[key].classes.intersection(warm):
+            of_class = self._lanes_of[class_key].get(priority, ())
+            for lane in islice(of_class, max(1, MAX_WARM_LANES // len(warm))):
+                tenant = lane.key.tenant
+                virtual_time = virtual_times.get(tenant, 0.0)
+                if lane.key in seen or tenant in hidden or virtual_time > latest:
+                    continue
+                if skip and _is_skipped(lane.key, skip):
+                    continue
+                items, at = lane.items, lane.head
+                while at < len(items) and items[at] in skip_jobs:
+                    at += 1
+                if at < len(items):
+                    found.append((lane.key, items[at], virtual_time, len(lane)))
+        found.sort(key=_by_virtual_time)
+        return found[:room]
 
     def _walk(
         self,
@@ -410,15 +265,15 @@ class LaneIndex:
         skip: Set[str],
         skip_jobs: Container[int],
         heads_after: int = 1,
-    ) -> Generator[tuple[LaneKey, int, float], None, None]:
+    ) -> Generator[tuple[LaneKey, int, float, int], None, None]:
         """Jobs in order. The first `heads_after` may be several of one lane; after that, heads only. Sets
         visited lanes aside and puts them back at the end with corrected bounds.
         """
         profile = self._profiles.get(key)
         if profile is None:
             return
-        aside: list[_Lane] = []
-        deeper: list[tuple[int, float, int, _Lane, int]] = []
+        aside: list[Lane] = []
+        deeper: list[tuple[int, float, int, Lane, int]] = []
         count = 0
         try:
             while True:
@@ -441,11 +296,15 @@ class LaneIndex:
                     heappush(deeper, (descending, virtual_time, lane.items[at + 1], lane, at + 1))
                 if not skipped:
                     count += 1
-                    yield lane.key, sequence, virtual_time
+                    yield lane.key, sequence, virtual_time, len(lane.items) - lane.head
         finally:
             for lane in aside:
                 if lane:
                     profile.lower(lane, lane.first, self._tenants.virtual_times.get(lane.key.tenant, 0.0))
+
+
+def _by_virtual_time(found: tuple[LaneKey, int, float, int]) -> tuple[float, int]:
+    return found[2], found[1]
 
 
 def _is_skipped(lane: LaneKey, skip: Set[str]) -> bool:

@@ -135,13 +135,14 @@ class QueueState(Generic[E]):
     # jobs
 
     def enqueue(self, entry: E, drafts: Sequence[FactDraft]) -> WriteResult | None:
-        """Assigns the sequence number. The caller has checked that id and reference are new."""
+        """Assigns the sequence number and the place. The caller has checked that id and reference are new."""
         dispatch = entry.dispatch
         if not self.has_classes(dispatch):
             return None
         assert dispatch.job_id not in self.entries, "the caller checks that the id is new"
         self.sequence += 1
-        entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
+        place = dispatch.place + self.index.waiting_from(dispatch.priority)
+        entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence, place=place)
         self._register(entry)
         self._note_end(entry)
         self._count_in(entry, is_newcomer=not self.fair_share.is_open(dispatch.tenant))
@@ -167,17 +168,20 @@ class QueueState(Generic[E]):
             quantum_s=query.quantum_s,
             skip=blocked | query.skip if query.skip else blocked,
             skip_jobs=self._blocked_sequences(blocked),
+            warm=query.warm,
         )
         return [
             Candidate(
                 job_id := self._by_sequence[sequence],
                 lane,
                 sequence,
-                self.entries[job_id].dispatch.queued_at,
+                (dispatch := self.entries[job_id].dispatch).queued_at,
                 virtual_time,
                 self.fair_share.weight(lane.tenant),
+                waiting,
+                dispatch.place,
             )
-            for lane, sequence, virtual_time in found
+            for lane, sequence, virtual_time, waiting in found
         ]
 
     def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:

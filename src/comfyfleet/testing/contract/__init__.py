@@ -19,6 +19,7 @@ _MODULES = (
     "job_transfer",
     "leases",
     "ledger_driver",
+    "load_times",
     "races",
     "settlement",
     "state",

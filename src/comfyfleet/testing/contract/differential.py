@@ -20,6 +20,7 @@ from comfyfleet.model.ids import LeaseToken, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerDelta, WorkerRecord
 from comfyfleet.model.workflow_stats import MeanDuration, WorkflowStats, WorkflowStatsDelta
+from comfyfleet.ports import Peek
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.testing.contract.store_bench import (
     FAST,
@@ -49,6 +50,7 @@ _TARGETS = st.sampled_from(
 )
 _WHICH = st.integers(0, 30)
 _TENANTS = st.sampled_from(["default", "ann", "bob"])
+_WARM = st.frozensets(st.sampled_from([FOR_FAST.key, FOR_BOTH.key]), max_size=2)
 _USED = st.sampled_from([None, 0.0, 4.0, 45.0])
 
 steps = st.one_of(
@@ -65,7 +67,7 @@ steps = st.one_of(
     st.tuples(st.just("enqueue_again"), _WHICH),
     st.tuples(st.just("lease_next"), _WORKERS),
     st.tuples(st.just("lease"), _WHICH, _WORKERS),
-    st.tuples(st.just("peek"), _WORKERS, st.integers(1, 5)),
+    st.tuples(st.just("peek"), _WORKERS, st.integers(1, 5), st.integers(0, 32), _WARM),
     st.tuples(st.just("heartbeat"), _WHICH),
     st.tuples(st.just("complete"), _WHICH, _USED),
     st.tuples(st.just("fail"), _WHICH, _WORKERS, st.sampled_from([None, 8.0])),
@@ -140,8 +142,8 @@ class RandomDay:
                 dispatch = await self._job(which)
                 offer = self._offer(worker, profile)
                 return None if dispatch is None else self._note(await store.lease(dispatch.job_id, offer))
-            case ("peek", (worker, profile), slots):
-                return await bench.candidates(worker, profile, slots)
+            case ("peek", (worker, profile), slots, lanes, warm):
+                return await store.peek(Peek(profile, worker, slots, lanes, 30.0, warm=warm))
             case ("heartbeat", which):
                 return [] if not self.refs else await store.heartbeat([self._ref(which)], 60.0)
             case ("complete", which, used_s):
@@ -254,8 +256,10 @@ class RandomDay:
         raise AssertionError(f"no such step: {step}")
 
     def _offer(self, worker: WorkerId, profile: ProfileKey) -> LeaseOffer:
-        charge_s = (1.0, 10.0, 30.0)[self.bench.new_number() % 3]
-        return msgspec.structs.replace(self.bench.offer(worker, profile), charge_s=charge_s)
+        number = self.bench.new_number() % 3
+        charge_s, run_s, load_s = ((1.0, 0.0, 0.0), (10.0, 2.5, 7.5), (30.0, 30.0, 0.1))[number]
+        offer = self.bench.offer(worker, profile)
+        return msgspec.structs.replace(offer, charge_s=charge_s, run_s=run_s, load_s=load_s)
 
     def _note(self, written: Any) -> Any:
         if written is not None:

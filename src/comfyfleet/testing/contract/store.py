@@ -7,6 +7,7 @@ from comfyfleet.testing.contract.documents import DocumentStoreContract
 from comfyfleet.testing.contract.fair_share import FairShareContract
 from comfyfleet.testing.contract.held_jobs import HeldJobContract
 from comfyfleet.testing.contract.leases import LeaseContract
+from comfyfleet.testing.contract.load_times import LoadTimesContract
 from comfyfleet.testing.contract.races import RaceContract
 from comfyfleet.testing.contract.settlement import SettlementContract
 from comfyfleet.testing.contract.state import StateContract
@@ -23,6 +24,7 @@ class StoreContract(
     HeldJobContract,
     SettlementContract,
     FairShareContract,
+    LoadTimesContract,
     DifferentialContract,
     UsesBench,
 ):
