@@ -60,14 +60,19 @@ class Started:
 
 def workflow(model: str | None, seed: int = 0) -> dict[str, Any]:
     loader = {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": model}}
-    sampler = {"class_type": "KSampler", "inputs": {"seed": seed, "model": ["1", 0], "latent_image": ["1", 0]}}
+    sampler = {
+        "class_type": "KSampler",
+        "inputs": {"seed": seed, "model": ["1", 0], "latent_image": ["1", 0]},
+    }
     saver = {"class_type": "SaveImage", "inputs": {"images": ["2", 0], "filename_prefix": "x"}}
     if model is None:
         loader = {"class_type": "EmptyLatentImage", "inputs": {"width": 64}}
     return {"1": loader, "2": sampler, "3": saver}
 
 
-def draw(models: Iterable[Model], count: int, seed: int, rate: float | None = None) -> list[tuple[float, Model]]:
+def draw(
+    models: Iterable[Model], count: int, seed: int, rate: float | None = None
+) -> list[tuple[float, Model]]:
     """Jobs at once, or as a Poisson process."""
     chance, models = random.Random(seed), tuple(models)
     weights = [model.weight for model in models]
@@ -143,9 +148,7 @@ class ModelFleet:
         name = None if model is None else model.name
         submitted = await engine.submit(Submission(workflow(name, number), **options))
         place = (await engine.get(submitted.job_id)).dispatch.place
-        self.runs[submitted.job_id] = Started(
-            submitted.job_id, name or "", "", self.clock.now(), place=place
-        )
+        self.runs[submitted.job_id] = Started(submitted.job_id, name or "", "", self.clock.now(), place=place)
         return submitted.job_id
 
     def park(self, server: Server) -> None:

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from comfyfleet.engine.context import EngineContext, stop
-from comfyfleet.engine.matching_window import LeaseGrant, MatchingWindow, ParkedPoll, Plan
+from comfyfleet.engine.matching_window import MatchingWindow
+from comfyfleet.engine.pass_ranking import LeaseGrant, ParkedPoll, Plan
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, WriteResult
 from comfyfleet.model.ids import ClassKey, JobId, PollId, WorkerId
 from comfyfleet.model.job import Job

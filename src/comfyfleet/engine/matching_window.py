@@ -1,125 +1,22 @@
-"""What one matching pass sees and how it ranks it: the candidates of the idle slots, which of them are due, and which
-slots leave a job to others.
-
-Policy decides (`policy/scheduling.py`, `policy/assignment.py`); the outlook and the estimates know the fleet. Jobs of a
-lane differ only in age, and slots of a kind are equal for all times, so both are looked at once."""
+"""Finds what the idle slots of a matching pass may take. It asks the store for candidates, shows further ones to slots
+that leave all they see to others, and has them ranked (`pass_ranking.py`)."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
-from functools import partial
-from math import inf
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Mapping
 
 from comfyfleet.engine.context import EngineContext
-from comfyfleet.model.block import Pair, tenant_target
-from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
-from comfyfleet.model.job import Job
-from comfyfleet.policy.assignment import RankKey, SlotKey, WaitingJob, assign, rank_key, score, slot_key
-from comfyfleet.policy.demand import ModelSet, RequestKind
+from comfyfleet.engine.pass_ranking import ParkedPoll, PassRanking, Plan, Seen, lane_lengths
+from comfyfleet.model.block import Pair
+from comfyfleet.model.dispatch import Candidate
+from comfyfleet.model.ids import PollId, ProfileKey, WorkerId
+from comfyfleet.policy.demand import RequestKind
 from comfyfleet.policy.failover import SmartFailover
-from comfyfleet.policy.fair_share import TenantTurn, charge_s, tenant_turns
-from comfyfleet.policy.scheduling import (
-    EPSILON_S,
-    Backlog,
-    BusySlot,
-    Offer,
-    Rival,
-    SlotKind,
-    WaitReason,
-    cost_step,
-    faster,
-    fifo_starts,
-    is_left_to_others,
-    look_again_at,
-    missing,
-    offer_of,
-    rivals_of,
-    start_by,
-    wait_reason,
-)
-from comfyfleet.policy.workflow_stats import expected_s
 from comfyfleet.ports import Peek
 
 _MAX_LOOKS = 8
 """How often a slot that leaves everything to others is shown more of the queue."""
-_COLD_SHARE = 64
-"""Of one set of models, a pass loads at most one copy for so many idle slots, because each changes the figures."""
-
-
-class LeaseGrant(NamedTuple):
-    """A lease, with the job's record if it was read together with the lease."""
-
-    dispatch: Dispatch
-    record: Job | None
-
-
-class ParkedPoll:
-    __slots__ = ("answer", "load", "offer", "poll_id", "worker_id")
-
-    def __init__(self, worker_id: WorkerId, poll_id: PollId, load: int | None = None) -> None:
-        self.worker_id, self.poll_id, self.load = worker_id, poll_id, load
-        self.offer: LeaseOffer | None = None  # with which a job was last asked for
-        self.answer: asyncio.Future[LeaseGrant | None] = asyncio.get_running_loop().create_future()
-
-
-class Plan(NamedTuple):
-    """What a pass wants to lease."""
-
-    chosen: dict[str, JobId]
-    seen: dict[JobId, Candidate]
-    is_partial: bool
-    """After these leases there may be more for the same slots."""
-    left: dict[PollId, dict[LaneKey, WaitReason]]
-    """What each slot leaves to others."""
-    look_at: float
-    """When to look again at those slots."""
-
-    def turns(self, context: EngineContext) -> dict[JobId, TenantTurn]:
-        return _turns(self.seen, context)
-
-
-class _Seen:
-    """The candidates so far, and which groups of slots may take each of them. Slots of a group see the same."""
-
-    def __init__(self, groups: list[list[ParkedPoll]]) -> None:
-        self.groups = groups
-        self.jobs: dict[JobId, Candidate] = {}
-        self.takers: dict[JobId, tuple[int, ...]] = {}
-        self.targets: list[set[str]] = [set() for _ in groups]
-        """By group: block targets of the workflows it has seen."""
-
-    def add(self, number: int, found: list[Candidate]) -> None:
-        for candidate in found:
-            self.jobs[candidate.job_id] = candidate
-            takers = self.takers.get(candidate.job_id, ())
-            if number not in takers:
-                self.takers[candidate.job_id] = (*takers, number)
-            self.targets[number].add(tenant_target(candidate.lane.workflow_hash, candidate.lane.tenant))
-
-
-class _Lane(NamedTuple):
-    """The slots for the jobs of one lane, best first."""
-
-    slots: tuple[str, ...]
-    warm: tuple[str, ...]
-    """Those that have the models loaded."""
-    is_preferred: bool
-
-
-class _Group(NamedTuple):
-    """A backlog with the lane of its oldest job and the slots that others have for it."""
-
-    backlog: Backlog
-    warm: list[Rival]
-    loose: list[Rival]
-
-
-_Key = tuple[int, ModelSet]
-_Ways = dict[tuple[LaneKey, tuple[int, ...]], _Lane]
 
 
 class MatchingWindow:
@@ -138,7 +35,7 @@ class MatchingWindow:
             profile = fleet.workers[slot.worker_id].profile
             is_single = self._asks_for_each or slot.worker_id in fleet.with_blocks
             alike[profile, slot.worker_id if is_single else None].append(slot)
-        seen = _Seen(list(alike.values()))
+        seen = Seen(list(alike.values()))
         keys = list(alike)
         for number, (profile, _) in enumerate(keys):
             seen.add(number, await self._peek(profile, seen.groups[number], len(slots), now))
@@ -147,11 +44,13 @@ class MatchingWindow:
             return None
         models = self._models(seen)
         if not models:
-            return _Pass(self._context, seen, len(slots), now, models, self._parked).plan()
+            return PassRanking(self._context, seen, len(slots), now, models, self._parked).plan()
         await self._read_estimates(seen)
         hungry = frozenset(range(len(keys)))
         for look in range(_MAX_LOOKS):
-            found = _Pass(self._context, seen, len(slots), now, models, self._parked, await self._blocks())
+            found = PassRanking(
+                self._context, seen, len(slots), now, models, self._parked, await self._blocks()
+            )
             plan = found.plan()
             hungry &= found.hungry()
             if not hungry or look == _MAX_LOOKS - 1:
@@ -190,7 +89,7 @@ class MatchingWindow:
                 return found
             skip |= refused
 
-    async def _know_classes(self, seen: _Seen) -> None:
+    async def _know_classes(self, seen: Seen) -> None:
         """Another engine's class must be known before it can be ranked."""
         fleet = self._context.fleet
         if any(each.lane.class_key not in fleet.classes for each in seen.jobs.values()):
@@ -199,15 +98,15 @@ class MatchingWindow:
                 if each.lane.class_key not in fleet.classes:
                     del seen.jobs[job_id], seen.takers[job_id]
 
-    def _models(self, seen: _Seen) -> bool:
+    def _models(self, seen: Seen) -> bool:
         """Whether models matter in this pass."""
         models_of = self._context.outlook.models_of
         return any(models_of(key) for key in {each.lane.class_key for each in seen.jobs.values()})
 
-    async def _read_estimates(self, seen: _Seen) -> None:
+    async def _read_estimates(self, seen: Seen) -> None:
         estimates, models_of = self._context.estimates, self._context.outlook.models_of
         waiting: dict[RequestKind, int] = {}
-        for lane, count in _lengths(seen.jobs.values()).items():
+        for lane, count in lane_lengths(seen.jobs.values()).items():
             kind = RequestKind(models_of(lane.class_key), lane.workflow_hash)
             waiting[kind] = waiting.get(kind, 0) + count
         await estimates.read(waiting)
@@ -220,338 +119,3 @@ class MatchingWindow:
         if not context.fleet.with_blocks:
             return frozenset()
         return frozenset(each.pair for each in await context.store.blocks() if each.is_in_force(now))
-
-
-class _Pass:
-    """The ranks of one moment. Each lease changes them."""
-
-    def __init__(
-        self,
-        context: EngineContext,
-        seen: _Seen,
-        slots: int,
-        now: float,
-        has_models: bool,
-        parked: Mapping[WorkerId, int],
-        blocked: frozenset[Pair] = frozenset(),
-    ) -> None:
-        self._context = context
-        self._seen = seen
-        self._slots = slots
-        self._now = now
-        self._has_models = has_models
-        self._parked = parked
-        self._blocked = blocked
-        self._turns = _turns(seen.jobs, context)
-        self._start_by = self._starts()
-        self._ways: _Ways = {}
-        self._left: dict[PollId, dict[LaneKey, WaitReason]] = {}
-        self._usable: set[PollId] = set()
-        """Slots that some job may take now."""
-        self._left_backlogs: dict[_Key, Backlog] = {}
-        self._offers: dict[tuple[_Key, LaneKey, SlotKind], tuple[Offer, WaitReason | None]] = {}
-        if has_models:
-            self._loaded = context.outlook.loaded_sets()
-            self._copies: dict[ModelSet, int] = {}
-            self._groups = self._backlogs()
-
-    def plan(self) -> Plan:
-        jobs, withheld, cold_for = self._ranked()
-        chosen = assign(jobs)
-        is_partial = False
-        if self._has_models:
-            dropped = self._one_copy_each(chosen, cold_for, {job.job_id: job.rank for job in jobs})
-            for poll_id in dropped:
-                del chosen[poll_id]
-            is_partial = bool(dropped) or bool(withheld.difference(chosen.values()))
-        look_at = inf
-        if self._left_backlogs:
-            rules = self._context.rules
-            look_at = look_again_at(self._left_backlogs.values(), self._now, rules.round_s)
-        return Plan(chosen, self._seen.jobs, is_partial, self._left, look_at)
-
-    def hungry(self) -> frozenset[int]:
-        """Groups with a slot that leaves to others whatever it has seen."""
-        return frozenset(
-            number
-            for number, group in enumerate(self._seen.groups)
-            if any(slot.poll_id in self._left and slot.poll_id not in self._usable for slot in group)
-        )
-
-    # the promise
-
-    def _starts(self) -> dict[JobId, float]:
-        """By when each job must go before others. Empty where only age decides, which is the usual case."""
-        context, jobs = self._context, self._seen.jobs
-        if not self._has_models:
-            classes = {each.lane.class_key for each in jobs.values()}
-            if len(classes) == 1 and not self._may_prefer(next(iter(classes))):
-                return {}
-            selectivity = context.fleet.selectivity
-            if len({selectivity(key) for key in classes}) == 1 and not any(map(self._may_prefer, classes)):
-                return {}
-        lines: defaultdict[tuple[int, TenantId | None], list[Candidate]] = defaultdict(list)
-        for each in jobs.values():
-            # Age does not order the jobs of tenants with fair shares.
-            lines[each.lane.priority, each.lane.tenant if each.weight else None].append(each)
-        pace_s, since = context.outlook.pace(), context.outlook.moving_since
-        patience, loads = context.rules.patience, self._slowest_loads()
-        starts: dict[JobId, float] = {}
-        for line in lines.values():
-            line.sort(key=lambda each: each.sequence)
-            fifo = fifo_starts([(max(each.queued_at, since), each.place) for each in line], pace_s)
-            for each, at in zip(line, fifo, strict=True):
-                starts[each.job_id] = start_by(at, patience, loads[each.lane.class_key])
-        return starts
-
-    def _may_prefer(self, class_key: ClassKey) -> bool:
-        return bool(self._context.fleet.classes[class_key].preferences.workers)
-
-    def _slowest_loads(self) -> dict[ClassKey, float]:
-        """By class, the time to load its models on the slowest worker class that may take it."""
-        context = self._context
-        live = context.outlook.live()
-        found: dict[ClassKey, float] = {}
-        for key in {each.lane.class_key for each in self._seen.jobs.values()}:
-            models = context.outlook.models_of(key)
-            kinds: set[str] = set()
-            if models:
-                for profile in context.fleet.profiles_for(key):
-                    kinds |= live.classes_of.get(profile, frozenset())
-            # The table of live slots may be older than a profile.
-            loads = (context.estimates.load_s(models, each) for each in kinds or live.by_class or ("",))
-            found[key] = max(loads, default=0.0)
-        return found
-
-    def _is_due(self, job_id: JobId) -> bool:
-        return self._start_by.get(job_id, inf) <= self._now + EPSILON_S
-
-    # what is left to others
-
-    def _backlogs(self) -> dict[_Key, _Group]:
-        """The jobs that need the same models count as one, and so do their lanes."""
-        context = self._context
-        heads: dict[_Key, Candidate] = {}
-        lengths: Counter[_Key] = Counter()
-        for lane, count in _lengths(self._seen.jobs.values()).items():
-            if models := context.outlook.models_of(lane.class_key):
-                lengths[lane.priority, models] += count
-        for each in self._seen.jobs.values():
-            if models := context.outlook.models_of(each.lane.class_key):
-                head = heads.setdefault((each.lane.priority, models), each)
-                if each.sequence < head.sequence:
-                    heads[each.lane.priority, models] = each
-        busy = context.outlook.busy(self._parked)
-        wanted: defaultdict[int, list[ModelSet]] = defaultdict(list)
-        for priority, models in heads:
-            wanted[priority].append(models)
-        groups, counted_on = {}, set[int]()
-        for key, head in sorted(heads.items(), key=lambda each: each[1].sequence):
-            lane, starts = head.lane, self._start_by[head.job_id]
-            backlog = Backlog(key[1], lane.workflow_hash, lengths[key], starts)
-            may_take = partial(self._may_take, lane, frozenset(context.fleet.profiles_for(lane.class_key)))
-            warm, loose = rivals_of(backlog, busy, may_take, wanted[key[0]], context.estimates)
-            # A better card is good for one job.
-            loose = [each for each in loose if id(each.slot) not in counted_on]
-            groups[key] = _Group(backlog, warm, loose)
-            if loose:
-                counted_on |= self._counted_on(groups[key], lane)
-        return groups
-
-    def _counted_on(self, group: _Group, lane: LaneKey) -> set[int]:
-        """The better cards that a backlog is left to."""
-        found: set[int] = set()
-        for kind in {self._kind(slot) for slots in self._seen.groups for slot in slots}:
-            offer = self._offer(group.backlog, lane, kind)
-            if is_left_to_others(offer, group.backlog, group.warm, group.loose, self._now):
-                found |= {id(each.slot) for each in faster(offer, group.loose)}
-        return found
-
-    def _may_take(self, lane: LaneKey, profiles: frozenset[ProfileKey], slot: BusySlot) -> bool:
-        worker = self._context.fleet.workers.get(slot.worker_id)
-        if worker is None or worker.profile not in profiles:
-            return False
-        target = tenant_target(lane.workflow_hash, lane.tenant)
-        return not self._blocked or (
-            Pair(slot.worker_id, lane.workflow_hash) not in self._blocked
-            and Pair(slot.worker_id, target) not in self._blocked
-        )
-
-    def _offer(self, backlog: Backlog, lane: LaneKey, kind: SlotKind) -> Offer:
-        copies = self._copies_of(kind.loaded)
-        return offer_of(backlog.models, lane.workflow_hash, kind, copies, self._context.estimates)
-
-    def _copies_of(self, models: ModelSet) -> int:
-        """How many live workers have them loaded."""
-        known = self._copies.get(models)
-        if known is None:
-            counts = (count for loaded, count in self._loaded.items() if not missing(models, loaded))
-            known = self._copies[models] = sum(counts)
-        return known
-
-    def _kind(self, slot: ParkedPoll) -> SlotKind:
-        return self._context.outlook.kind_of(self._context.fleet.workers[slot.worker_id])
-
-    def _offered(self, lane: LaneKey, models: ModelSet, kind: SlotKind) -> tuple[Offer, WaitReason | None]:
-        """What the lane costs on slots of this kind, and the reason to leave it to others."""
-        key = (lane.priority, models)
-        known = self._offers.get((key, lane, kind))
-        if known is None:
-            group = self._groups[key]
-            offer = self._offer(group.backlog, lane, kind)
-            why = wait_reason(offer, *group, self._now)
-            known = self._offers[key, lane, kind] = (offer, why)
-        return known
-
-    # ranks
-
-    def _ranked(self) -> tuple[list[WaitingJob], set[JobId], dict[JobId, tuple[_Key, frozenset[str]]]]:
-        """The jobs with their slots. Also those that get only warm slots in this pass; and for jobs that need models,
-        on which slots they are warm."""
-        context, jobs = self._context, self._seen.jobs
-        found: list[WaitingJob] = []
-        withheld: set[JobId] = set()
-        cold_for: dict[JobId, tuple[_Key, frozenset[str]]] = {}
-        if not self._has_models:
-            for job_id, each in jobs.items():
-                way = self._way(each, self._seen.takers[job_id])
-                if way.slots:
-                    found.append(
-                        WaitingJob(job_id, each.lane.priority, self._rank(each, way, False), way.slots)
-                    )
-            return found, withheld, cold_for
-        served: Counter[_Key] = Counter()
-        for job_id, each in sorted(jobs.items(), key=lambda item: item[1].sequence):
-            lane = each.lane
-            way = self._way(each, self._seen.takers[job_id])
-            if not way.slots:
-                continue
-            key = (lane.priority, context.outlook.models_of(lane.class_key))
-            slots, is_cold = way.slots, False
-            if key[1]:
-                cold_for[job_id] = (key, frozenset(way.warm))
-                # A job goes to a slot that has its models, as long as there is one. Others are looked at after that.
-                if served[key] < len(way.warm):
-                    served[key] += 1
-                    if len(way.slots) > len(way.warm):
-                        withheld.add(job_id)
-                    slots = way.warm
-                else:
-                    is_cold = len(way.slots) > len(way.warm)
-            self._usable.update(map(PollId, slots))
-            found.append(WaitingJob(job_id, lane.priority, self._rank(each, way, is_cold), slots))
-        return found, withheld, cold_for
-
-    def _rank(self, candidate: Candidate, way: _Lane, is_cold: bool) -> RankKey:
-        lane, job_id = candidate.lane, candidate.job_id
-        copies = 0
-        if is_cold:
-            copies = self._copies_of(self._context.outlook.models_of(lane.class_key))
-        return rank_key(
-            is_due=self._is_due(job_id),
-            is_preferred=way.is_preferred,
-            is_cold=is_cold,
-            copies=copies,
-            selectivity=self._context.fleet.selectivity(lane.class_key),
-            virtual_time=self._turns[job_id].start if self._turns else 0.0,
-            sequence=candidate.sequence,
-        )
-
-    def _way(self, candidate: Candidate, takers: tuple[int, ...]) -> _Lane:
-        """Jobs of a lane share it."""
-        lane = candidate.lane
-        known = self._ways.get((lane, takers))
-        if known is None:
-            known = self._ways[lane, takers] = self._look(lane, takers)
-        return known
-
-    def _look(self, lane: LaneKey, takers: tuple[int, ...]) -> _Lane:
-        context = self._context
-        fleet, models = context.fleet, context.outlook.models_of(lane.class_key)
-        preferred = (
-            context.rules.affinity_wait_s > 0 and fleet.classes[lane.class_key].preferences.workers
-        ) or ()
-        slots = [
-            slot for number in takers for slot in self._seen.groups[number] if slot.worker_id in fleet.workers
-        ]
-        if not models and len(slots) == 1:
-            # There is no choice, so nothing has to be compared.
-            return _Lane((str(slots[0].poll_id),), (), slots[0].worker_id in preferred)
-        keys: dict[str, SlotKey] = {}
-        warm: set[str] = set()
-        for slot in slots:
-            poll_id, is_preferred = slot.poll_id, slot.worker_id in preferred
-            offer = None
-            if models:
-                offer, why = self._offered(lane, models, self._kind(slot))
-                if offer.is_warm:
-                    warm.add(poll_id)
-                elif why is not None and not is_preferred:
-                    self._left.setdefault(poll_id, {})[lane] = why
-                    key = (lane.priority, models)
-                    self._left_backlogs[key] = self._groups[key].backlog
-                    continue
-            keys[poll_id] = self._slot_key(lane, slot, is_preferred, offer)
-        order = tuple(sorted(keys, key=keys.__getitem__))
-        is_preferred = bool(order) and bool(preferred) and not keys[order[0]][0]
-        return _Lane(order, tuple(each for each in order if each in warm), is_preferred)
-
-    def _slot_key(self, lane: LaneKey, slot: ParkedPoll, is_preferred: bool, offer: Offer | None) -> SlotKey:
-        context = self._context
-        cls, worker = context.fleet.classes[lane.class_key], context.fleet.workers[slot.worker_id]
-        stats = context.known_workflow_stats(lane.workflow_hash)
-        known = expected_s(stats, worker.capabilities.worker_class)
-        busy = worker.slots - self._parked[worker.worker_id] if slot.load is None else slot.load
-        preferences = cls.preferences
-        return slot_key(
-            is_preferred=is_preferred,
-            is_cold=offer is not None and not offer.is_warm,
-            cost=cost_step((known or 0.0) if offer is None else offer.cost_s),
-            ran_it_last=worker.live.last_workflow == lane.workflow_hash,
-            score=score(cls, worker, busy / max(1, worker.slots), context.rules.weights, known),
-            wants_score=bool(preferences.quality or preferences.region or preferences.cost_tier),
-        )
-
-    def _one_copy_each(
-        self,
-        chosen: Mapping[str, JobId],
-        cold_for: Mapping[JobId, tuple[_Key, frozenset[str]]],
-        ranks: Mapping[JobId, RankKey],
-    ) -> list[str]:
-        """The slots to leave for the next look, because another job of the same backlog goes first: it changes what
-        the models cost here."""
-        taken: Counter[_Key] = Counter()
-        most = max(1, self._slots // _COLD_SHARE)
-        dropped = []
-        for poll_id, job_id in sorted(chosen.items(), key=lambda each: ranks[each[1]]):
-            if (found := cold_for.get(job_id)) is None:
-                continue
-            key, warm = found
-            if poll_id in warm:
-                taken[key] = most
-            elif taken[key] >= most:
-                dropped.append(poll_id)
-            else:
-                taken[key] += 1
-        return dropped
-
-
-def _lengths(candidates: Collection[Candidate]) -> dict[LaneKey, int]:
-    """How many jobs wait in each lane."""
-    seen = Counter(each.lane for each in candidates)
-    lengths: dict[LaneKey, int] = dict(seen)
-    for each in candidates:
-        lengths[each.lane] = max(lengths[each.lane], each.waiting)
-    return lengths
-
-
-def _turns(seen: Mapping[JobId, Candidate], context: EngineContext) -> dict[JobId, TenantTurn]:
-    """Empty where no tenant has a fair share, which is the usual case."""
-    if not any(each.weight for each in seen.values()):
-        return {}
-
-    def seconds_of(candidate: Candidate) -> float:
-        stats = context.known_workflow_stats(candidate.lane.workflow_hash)
-        return charge_s(expected_s(stats, ""), context.rules)
-
-    return tenant_turns(seen.values(), seconds_of)

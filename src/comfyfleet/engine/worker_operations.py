@@ -4,8 +4,7 @@ lease."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,9 +13,9 @@ from comfyfleet.engine.commands import CommandQueue
 from comfyfleet.engine.context import EngineContext, best_effort
 from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.engine.matcher import Matcher
-from comfyfleet.engine.matching_window import ParkedPoll
 from comfyfleet.engine.node_catalogs import NodeCatalogs
-from comfyfleet.engine.outlook import Running
+from comfyfleet.engine.pass_ranking import ParkedPoll
+from comfyfleet.engine.run_learning import CompletedRun, learn
 from comfyfleet.model.block import EVERY_WORKER, Block, Pair
 from comfyfleet.model.calls import (
     Command,
@@ -51,12 +50,8 @@ from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of, traceparent_of
 from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.payload_digest import lease_sha256, runnable_workflow
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.model.workflow import loaders_and_samplers
 from comfyfleet.policy.failover import lifted_by_inventory
 from comfyfleet.policy.lifecycle import completed
-from comfyfleet.policy.run_lessons import RunLesson, RunReport, lesson_of
-from comfyfleet.policy.scheduling import NO_MODELS
-from comfyfleet.policy.workflow_stats import warmed
 
 _MAX_REASON = 500
 
@@ -399,7 +394,7 @@ class WorkerOperations:
         if await context.write(write) is None:
             return await self._too_late(ref, AttemptOutcome.COMPLETED)
         graph = None if record is None else record.payload.workflow
-        await self._succeeded(dispatch, worker_id, _Run(seconds, call.result, graph, run), known)
+        await self._succeeded(dispatch, worker_id, CompletedRun(seconds, call.result, graph, run), known)
         if record is not None:
             with best_effort(f"forget which files job {ref.job_id} used"):
                 await input_files.forget(context.store.documents, record)
@@ -415,16 +410,18 @@ class WorkerOperations:
             context.awaited_ended(dispatch)
         lifted = await context.store.lift(_pairs(dispatch, run.worker_id))
         known = context.outlook.written(dispatch)
-        await self._succeeded(dispatch, run.worker_id, _Run(run.seconds, JobResult(), None, known), lifted)
+        await self._succeeded(
+            dispatch, run.worker_id, CompletedRun(run.seconds, JobResult(), None, known), lifted
+        )
 
     async def _succeeded(
-        self, dispatch: Dispatch, worker_id: WorkerId, run: _Run, lifted: Sequence[Block]
+        self, dispatch: Dispatch, worker_id: WorkerId, run: CompletedRun, lifted: Sequence[Block]
     ) -> None:
         context, job_id = self._context, dispatch.job_id
         with best_effort(f"tell the failover strategy that job {job_id} succeeded"):
             context.strategy.record_success(worker_id, dispatch.workflow_hash, await context.store.now())
         with best_effort(f"learn from the run of job {job_id}"):
-            await self._remember_run(dispatch, worker_id, run)
+            await learn(context, dispatch, worker_id, run)
         for block in lifted:
             with best_effort(f"publish that worker {worker_id} is no longer blocked"):
                 await context.unblocked(block, "it succeeded")
@@ -486,49 +483,6 @@ class WorkerOperations:
 
     async def _seen(self, worker_id: WorkerId) -> None:
         await self._context.fleet.record_seen(worker_id, self._context.clock.now())
-
-    async def _remember_run(self, dispatch: Dispatch, worker_id: WorkerId, run: _Run) -> None:
-        context = self._context
-        worker = context.fleet.workers.get(worker_id)
-        if worker is None:
-            return
-        worker_class = worker.capabilities.worker_class
-        models = context.outlook.models_of(dispatch.class_key)
-        lesson = RunLesson(run.seconds)
-        if models:
-            stats = context.known_workflow_stats(dispatch.workflow_hash)
-            known = None if stats is None else stats.durations.get(worker_class)
-            lesson = lesson_of(run.report(None if known is None else known.mean_s))
-        for delta in context.estimates.deltas(dispatch, worker_class, lesson):
-            await context.add_workflow_stats(delta)
-        await context.fleet.record_run(
-            worker_id, run.seconds, warmed(worker.live, models, dispatch.workflow_hash)
-        )
-
-
-class _Run(NamedTuple):
-    """A completed run, as far as the engine knows it."""
-
-    seconds: float
-    result: JobResult
-    graph: Mapping[str, Any] | None
-    lease: Running | None
-
-    def report(self, mean_s: float | None) -> RunReport:
-        loaders: Mapping[str, frozenset[str]] = {}
-        samplers: frozenset[str] = frozenset()
-        if self.graph is not None and (self.result.timings or self.result.cached_nodes):
-            loaders, samplers = loaders_and_samplers(self.graph)
-        lease = self.lease
-        return RunReport(
-            self.seconds,
-            self.result,
-            loaders,
-            samplers,
-            NO_MODELS if lease is None else lease.loads,
-            0.0 if lease is None else lease.load_s,
-            mean_s,
-        )
 
 
 def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, ...]:
