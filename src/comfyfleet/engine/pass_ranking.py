@@ -145,12 +145,19 @@ class PassRanking:
         """Slots that some job may take now."""
         self._left_backlogs: dict[_Key, Backlog] = {}
         self._offers: dict[tuple[_Key, LaneKey, SlotKind], tuple[Offer, WaitReason | None]] = {}
+        self._heads: dict[_Key, Candidate] = {}
+        self._lengths: Counter[_Key] = Counter()
+        self._groups: dict[_Key, _Group] = {}
+        self._busy: dict[SlotKind, list[BusySlot]] | None = None
+        self._counted_on: set[int] = set()
+        self._loaded: Mapping[ModelSet, int] | None = None
+        self._copies: dict[ModelSet, int] = {}
         if has_models:
-            self._loaded = context.outlook.loaded_sets()
-            self._copies: dict[ModelSet, int] = {}
-            self._groups = self._backlogs()
+            self._count_waiting()
 
     def plan(self) -> Plan:
+        if self._has_models and self._slots == 1:
+            return self._plan_one()
         jobs, withheld, cold_for = self._ranked()
         chosen = assign(jobs)
         is_partial = False
@@ -159,11 +166,45 @@ class PassRanking:
             for poll_id in dropped:
                 del chosen[poll_id]
             is_partial = bool(dropped) or bool(withheld.difference(chosen.values()))
-        look_at = inf
-        if self._left_backlogs:
-            rules = self._context.rules
-            look_at = look_again_at(self._left_backlogs.values(), self._now, rules.round_s)
-        return Plan(chosen, self._seen.jobs, is_partial, self._left, look_at)
+        return Plan(chosen, self._seen.jobs, is_partial, self._left, self._look_at())
+
+    def _plan_one(self) -> Plan:
+        """For a single slot: the first job in the order of ranks that is not left to others. The rest need no look."""
+        slot = next(each for group in self._seen.groups for each in group)
+        loaded, poll_id = self._kind(slot).loaded, slot.poll_id
+        ranks: list[tuple[int, RankKey, Candidate, bool]] = []
+        for each in self._seen.jobs.values():
+            models = self._context.outlook.models_of(each.lane.class_key)
+            is_cold = bool(models and missing(models, loaded))
+            is_preferred = slot.worker_id in self._preferred(each.lane)
+            rank = self._rank(each, is_preferred, is_cold)
+            ranks.append((-each.lane.priority, rank, each, is_cold and not is_preferred))
+        ranks.sort(key=lambda found: found[:2])
+        chosen: dict[str, JobId] = {}
+        for _, _, each, may_leave in ranks:
+            if may_leave and self._leaves(slot, each.lane):
+                continue
+            chosen[poll_id] = each.job_id
+            self._usable.add(poll_id)
+            self._left.clear()
+            break
+        return Plan(chosen, self._seen.jobs, False, self._left, self._look_at())
+
+    def _leaves(self, slot: ParkedPoll, lane: LaneKey) -> bool:
+        """Whether the slot leaves the lane to others."""
+        models = self._context.outlook.models_of(lane.class_key)
+        _, why = self._offered(lane, models, self._kind(slot))
+        if why is None:
+            return False
+        self._left.setdefault(slot.poll_id, {})[lane] = why
+        key = (lane.priority, models)
+        self._left_backlogs[key] = self._group(key).backlog
+        return True
+
+    def _look_at(self) -> float:
+        if not self._left_backlogs:
+            return inf
+        return look_again_at(self._left_backlogs.values(), self._now, self._context.rules.round_s)
 
     def hungry(self) -> frozenset[int]:
         """Groups with a slot that leaves to others whatever it has seen."""
@@ -223,37 +264,39 @@ class PassRanking:
 
     # what is left to others
 
-    def _backlogs(self) -> dict[_Key, _Group]:
+    def _group(self, key: _Key) -> _Group:
         """The jobs that need the same models count as one, and so do their lanes."""
-        context = self._context
-        heads: dict[_Key, Candidate] = {}
-        lengths: Counter[_Key] = Counter()
-        for lane, count in lane_lengths(self._seen.jobs.values()).items():
-            if models := context.outlook.models_of(lane.class_key):
-                lengths[lane.priority, models] += count
-        for each in self._seen.jobs.values():
-            if models := context.outlook.models_of(each.lane.class_key):
-                head = heads.setdefault((each.lane.priority, models), each)
-                if each.sequence < head.sequence:
-                    heads[each.lane.priority, models] = each
-        busy = context.outlook.busy(self._parked)
-        wanted: defaultdict[int, list[ModelSet]] = defaultdict(list)
-        for priority, models in heads:
-            wanted[priority].append(models)
-        groups, counted_on = {}, set[int]()
-        for key, head in sorted(heads.items(), key=lambda each: each[1].sequence):
-            lane, starts = head.lane, self._start_by[head.job_id]
-            backlog = Backlog(key[1], lane.workflow_hash, lengths[key], starts)
-            may_take = partial(self._may_take, lane, frozenset(context.fleet.profiles_for(lane.class_key)))
-            warm, loose = rivals_of(backlog, busy, may_take, wanted[key[0]], context.estimates)
-            # A better card is good for one job.
-            loose = [each for each in loose if id(each.slot) not in counted_on]
-            groups[key] = _Group(backlog, warm, loose)
-            if loose:
-                counted_on |= self._counted_on(groups[key], lane)
-        return groups
+        known = self._groups.get(key)
+        if known is not None:
+            return known
+        context, head = self._context, self._heads[key]
+        if self._busy is None:
+            self._busy = context.outlook.busy(self._parked)
+        lane = head.lane
+        backlog = Backlog(key[1], lane.workflow_hash, self._lengths[key], self._start_by[head.job_id])
+        may_take = partial(self._may_take, lane, frozenset(context.fleet.profiles_for(lane.class_key)))
+        wanted = [models for priority, models in self._heads if priority == key[0]]
+        warm, loose = rivals_of(backlog, self._busy, may_take, wanted, context.estimates)
+        # A better card is good for one job.
+        loose = [each for each in loose if id(each.slot) not in self._counted_on]
+        group = self._groups[key] = _Group(backlog, warm, loose)
+        if loose:
+            self._counted_on |= self._better_cards(group, lane)
+        return group
 
-    def _counted_on(self, group: _Group, lane: LaneKey) -> set[int]:
+    def _count_waiting(self) -> None:
+        """The oldest job of each backlog, and how many wait."""
+        models_of = self._context.outlook.models_of
+        for lane, count in lane_lengths(self._seen.jobs.values()).items():
+            if models := models_of(lane.class_key):
+                self._lengths[lane.priority, models] += count
+        for each in self._seen.jobs.values():
+            if models := models_of(each.lane.class_key):
+                head = self._heads.setdefault((each.lane.priority, models), each)
+                if each.sequence < head.sequence:
+                    self._heads[each.lane.priority, models] = each
+
+    def _better_cards(self, group: _Group, lane: LaneKey) -> set[int]:
         """The better cards that a backlog is left to."""
         found: set[int] = set()
         for kind in {self._kind(slot) for slots in self._seen.groups for slot in slots}:
@@ -280,6 +323,8 @@ class PassRanking:
         """How many live workers have them loaded."""
         known = self._copies.get(models)
         if known is None:
+            if self._loaded is None:
+                self._loaded = self._context.outlook.loaded_sets()
             counts = (count for loaded, count in self._loaded.items() if not missing(models, loaded))
             known = self._copies[models] = sum(counts)
         return known
@@ -292,7 +337,7 @@ class PassRanking:
         key = (lane.priority, models)
         known = self._offers.get((key, lane, kind))
         if known is None:
-            group = self._groups[key]
+            group = self._group(key)
             offer = self._offer(group.backlog, lane, kind)
             why = wait_reason(offer, *group, self._now)
             known = self._offers[key, lane, kind] = (offer, why)
@@ -312,7 +357,9 @@ class PassRanking:
                 way = self._way(each, self._seen.takers[job_id])
                 if way.slots:
                     found.append(
-                        WaitingJob(job_id, each.lane.priority, self._rank(each, way, False), way.slots)
+                        WaitingJob(
+                            job_id, each.lane.priority, self._rank(each, way.is_preferred, False), way.slots
+                        )
                     )
             return found, withheld, cold_for
         served: Counter[_Key] = Counter()
@@ -334,23 +381,30 @@ class PassRanking:
                 else:
                     is_cold = len(way.slots) > len(way.warm)
             self._usable.update(map(PollId, slots))
-            found.append(WaitingJob(job_id, lane.priority, self._rank(each, way, is_cold), slots))
+            found.append(
+                WaitingJob(job_id, lane.priority, self._rank(each, way.is_preferred, is_cold), slots)
+            )
         return found, withheld, cold_for
 
-    def _rank(self, candidate: Candidate, way: _Lane, is_cold: bool) -> RankKey:
+    def _rank(self, candidate: Candidate, is_preferred: bool, is_cold: bool) -> RankKey:
         lane, job_id = candidate.lane, candidate.job_id
         copies = 0
         if is_cold:
             copies = self._copies_of(self._context.outlook.models_of(lane.class_key))
         return rank_key(
             is_due=self._is_due(job_id),
-            is_preferred=way.is_preferred,
+            is_preferred=is_preferred,
             is_cold=is_cold,
             copies=copies,
             selectivity=self._context.fleet.selectivity(lane.class_key),
             virtual_time=self._turns[job_id].start if self._turns else 0.0,
             sequence=candidate.sequence,
         )
+
+    def _preferred(self, lane: LaneKey) -> tuple[WorkerId, ...]:
+        if self._context.rules.affinity_wait_s <= 0:
+            return ()
+        return self._context.fleet.classes[lane.class_key].preferences.workers
 
     def _way(self, candidate: Candidate, takers: tuple[int, ...]) -> _Lane:
         """Jobs of a lane share it."""
@@ -363,9 +417,7 @@ class PassRanking:
     def _look(self, lane: LaneKey, takers: tuple[int, ...]) -> _Lane:
         context = self._context
         fleet, models = context.fleet, context.outlook.models_of(lane.class_key)
-        preferred = (
-            context.rules.affinity_wait_s > 0 and fleet.classes[lane.class_key].preferences.workers
-        ) or ()
+        preferred = self._preferred(lane)
         slots = [
             slot for number in takers for slot in self._seen.groups[number] if slot.worker_id in fleet.workers
         ]
@@ -378,13 +430,10 @@ class PassRanking:
             poll_id, is_preferred = slot.poll_id, slot.worker_id in preferred
             offer = None
             if models:
-                offer, why = self._offered(lane, models, self._kind(slot))
+                offer, _ = self._offered(lane, models, self._kind(slot))
                 if offer.is_warm:
                     warm.add(poll_id)
-                elif why is not None and not is_preferred:
-                    self._left.setdefault(poll_id, {})[lane] = why
-                    key = (lane.priority, models)
-                    self._left_backlogs[key] = self._groups[key].backlog
+                elif not is_preferred and self._leaves(slot, lane):
                     continue
             keys[poll_id] = self._slot_key(lane, slot, is_preferred, offer)
         order = tuple(sorted(keys, key=keys.__getitem__))

@@ -21,7 +21,7 @@ _GAP_WEIGHT = 0.2
 """The weight of the newest request in the mean time between requests."""
 _REQUESTS = 64
 """Shares are those of about the last so many requests."""
-_MAX_KINDS = 96
+_MAX_KINDS = 64
 """At most so many kinds of requests have a share. The rarest is forgotten."""
 _MAX_GAPS = 4096
 _MAX_RECENT = 4096
