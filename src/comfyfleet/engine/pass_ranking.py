@@ -6,16 +6,17 @@ lane differ only in age, and slots of a kind are equal for all times, so both ar
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 from math import inf
 from typing import NamedTuple
 
 from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.start_times import start_times
 from comfyfleet.model.block import Pair, tenant_target
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
+from comfyfleet.model.ids import JobId, PollId, ProfileKey, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.policy.assignment import RankKey, SlotKey, WaitingJob, assign, rank_key, score, slot_key
 from comfyfleet.policy.demand import ModelSet
@@ -30,13 +31,11 @@ from comfyfleet.policy.scheduling import (
     WaitReason,
     cost_step,
     faster,
-    fifo_starts,
     is_left_to_others,
     look_again_at,
     missing,
     offer_of,
     rivals_of,
-    start_by,
     wait_reason,
 )
 from comfyfleet.policy.workflow_stats import expected_s
@@ -138,7 +137,7 @@ class PassRanking:
         self._parked = parked
         self._blocked = blocked
         self._turns = _turns(seen.jobs, context)
-        self._start_by = self._starts()
+        self._start_by = start_times(context, seen.jobs, self._turns, now, has_models=has_models)
         self._ways: _Ways = {}
         self._left: dict[PollId, dict[LaneKey, WaitReason]] = {}
         self._usable: set[PollId] = set()
@@ -213,51 +212,6 @@ class PassRanking:
             for number, group in enumerate(self._seen.groups)
             if any(slot.poll_id in self._left and slot.poll_id not in self._usable for slot in group)
         )
-
-    # the promise
-
-    def _starts(self) -> dict[JobId, float]:
-        """By when each job must go before others. Empty where only age decides, which is the usual case."""
-        context, jobs = self._context, self._seen.jobs
-        if not self._has_models:
-            classes = {each.lane.class_key for each in jobs.values()}
-            if len(classes) == 1 and not self._may_prefer(next(iter(classes))):
-                return {}
-            selectivity = context.fleet.selectivity
-            if len({selectivity(key) for key in classes}) == 1 and not any(map(self._may_prefer, classes)):
-                return {}
-        lines: defaultdict[tuple[int, TenantId | None], list[Candidate]] = defaultdict(list)
-        for each in jobs.values():
-            # Age does not order the jobs of tenants with fair shares.
-            lines[each.lane.priority, each.lane.tenant if each.weight else None].append(each)
-        pace_s, since = context.outlook.pace(), context.outlook.moving_since
-        patience, loads = context.rules.patience, self._slowest_loads()
-        starts: dict[JobId, float] = {}
-        for line in lines.values():
-            line.sort(key=lambda each: each.sequence)
-            fifo = fifo_starts([(max(each.queued_at, since), each.place) for each in line], pace_s)
-            for each, at in zip(line, fifo, strict=True):
-                starts[each.job_id] = start_by(at, patience, loads[each.lane.class_key])
-        return starts
-
-    def _may_prefer(self, class_key: ClassKey) -> bool:
-        return bool(self._context.fleet.classes[class_key].preferences.workers)
-
-    def _slowest_loads(self) -> dict[ClassKey, float]:
-        """By class, the time to load its models on the slowest worker class that may take it."""
-        context = self._context
-        live = context.outlook.live()
-        found: dict[ClassKey, float] = {}
-        for key in {each.lane.class_key for each in self._seen.jobs.values()}:
-            models = context.outlook.models_of(key)
-            kinds: set[str] = set()
-            if models:
-                for profile in context.fleet.profiles_for(key):
-                    kinds |= live.classes_of.get(profile, frozenset())
-            # The table of live slots may be older than a profile.
-            loads = (context.estimates.load_s(models, each) for each in kinds or live.by_class or ("",))
-            found[key] = max(loads, default=0.0)
-        return found
 
     def _is_due(self, job_id: JobId) -> bool:
         return self._start_by.get(job_id, inf) <= self._now + EPSILON_S

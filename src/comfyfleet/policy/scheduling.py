@@ -71,6 +71,12 @@ def start_by(fifo_start: float, patience: float, load_s: float) -> float:
     return fifo_start + patience * load_s
 
 
+def is_behind(turn: float, others: float, patience: float, load_s: float) -> bool:
+    """Whether a tenant with a fair share is so far behind another one that its job goes first: others may get service
+    worth `patience` loads more, so that workers keep their models. `turn` and `others` are virtual times."""
+    return others - turn > EPSILON_S and others - turn >= patience * load_s
+
+
 # --- models ------------------------------------------------------------------------------------------------------
 
 
