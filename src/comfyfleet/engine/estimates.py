@@ -81,7 +81,11 @@ class TimeEstimates:
         for stats in (these, every):
             if stats is not None and worker_class in stats.durations:
                 return stats.durations[worker_class].mean_s
-        return expected_s(these, worker_class) or expected_s(every, worker_class) or DEFAULT_LOAD_S
+        # The same models on other cards, then any models on any card.
+        for stats in (these, every):
+            if (known := expected_s(stats, worker_class)) is not None:
+                return known
+        return DEFAULT_LOAD_S
 
     def gap_s(self, models: ModelSet) -> float:
         return self._demand.gap_s(models, self._clock.now())

@@ -76,8 +76,8 @@ def lesson_of(report: RunReport) -> RunLesson:
     load_s = min(sum(spent.values()), report.seconds)
     if report.mean_s is not None:
         load_s = max(load_s, report.seconds - report.mean_s)
-    # The lease may expect more: models that the job requires and the workflow does not name.
-    models = report.expected if ran <= report.expected else ran
+    # A job may also require models that its workflow does not name.
+    models = ran | (report.expected - frozenset[str]().union(*report.loaders.values()))
     return RunLesson(report.seconds - load_s, models, load_s)
 
 
