@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.engine._model_fleet import CHECKPOINTS, Model, ModelFleet, Server, draw, servers
 
-from comfyfleet.engine import pass_ranking
-from comfyfleet.engine.pass_ranking import PassRanking, Plan
+from comfyfleet.engine import pass_ranks
+from comfyfleet.engine.pass_ranks import PassRanks, Plan
 from comfyfleet.model.calls import FailureReport, Poll
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId
@@ -114,18 +114,18 @@ async def test_without_models_and_without_patience_jobs_start_in_the_order_of_ar
 
 
 @contextmanager
-def watched_passes() -> Iterator[list[tuple[dict[JobId, float], Plan, PassRanking]]]:
+def watched_passes() -> Iterator[list[tuple[dict[JobId, float], Plan, PassRanks]]]:
     """What each pass knew and chose."""
-    passes: list[tuple[dict[JobId, float], Plan, PassRanking]] = []
-    original = PassRanking.plan
+    passes: list[tuple[dict[JobId, float], Plan, PassRanks]] = []
+    original = PassRanks.plan
 
-    def plan(self: PassRanking) -> Plan:
+    def plan(self: PassRanks) -> Plan:
         made = original(self)
         passes.append((self._start_by, made, self))
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pass_ranking.PassRanking, "plan", plan)
+        patch.setattr(pass_ranks.PassRanks, "plan", plan)
         yield passes
 
 

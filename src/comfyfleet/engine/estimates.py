@@ -1,7 +1,7 @@
 """What an engine believes about times: the learned durations of runs and loads, and the demand that it counts.
 
 The store keeps the durations, shared by all engines; this is a copy, read when a workflow or a set of models is first
-met. Policy says what a run teaches (`policy/run_lessons.py`) and uses the figures (`policy/scheduling.py`)."""
+met. Policy says what a run teaches (`policy/run_times.py`) and uses the figures (`policy/scheduling.py`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 from comfyfleet.policy.demand import DemandTracker, ModelSet, RequestKind, Share
-from comfyfleet.policy.run_lessons import (
+from comfyfleet.policy.run_times import (
     ANY_MODELS,
     DEFAULT_LOAD_S,
     DEFAULT_RUN_S,
-    RunLesson,
+    RunTimes,
     is_load_key,
     load_key,
 )
@@ -52,7 +52,7 @@ class TimeEstimates:
         """The mean run of all workflows by worker class, for workflows that never ran."""
         self._loads: dict[tuple[ModelSet, str], float] = {}
         """Load times that were looked up, until one of them changes."""
-        self.lessons = 0
+        self.learned = 0
         """How many runs taught something: figures derived from estimates are outdated after that."""
 
     # policy asks
@@ -133,16 +133,14 @@ class TimeEstimates:
 
     # learning
 
-    def deltas(self, dispatch: Dispatch, worker_class: str, lesson: RunLesson) -> list[WorkflowStatsDelta]:
-        """What the lesson adds in the store."""
-        self.lessons += 1
+    def deltas(self, dispatch: Dispatch, worker_class: str, times: RunTimes) -> list[WorkflowStatsDelta]:
+        """What these add in the store."""
+        self.learned += 1
         found: list[WorkflowStatsDelta] = []
-        if lesson.run_s is not None:
-            typical = self._typical.get(worker_class, lesson.run_s)
-            self._typical[worker_class] = typical + _RUN_WEIGHT * (lesson.run_s - typical)
-            found.append(of_run(dispatch.workflow_hash, worker_class, lesson.run_s))
-        if lesson.load_s is not None and lesson.models:
-            found += [
-                of_run(key, worker_class, lesson.load_s) for key in (_key_of(lesson.models), ANY_MODELS)
-            ]
+        if times.run_s is not None:
+            typical = self._typical.get(worker_class, times.run_s)
+            self._typical[worker_class] = typical + _RUN_WEIGHT * (times.run_s - typical)
+            found.append(of_run(dispatch.workflow_hash, worker_class, times.run_s))
+        if times.load_s is not None and times.models:
+            found += [of_run(key, worker_class, times.load_s) for key in (_key_of(times.models), ANY_MODELS)]
         return found

@@ -15,7 +15,7 @@ from typing import Any
 
 from comfyfleet.engine.context import EngineContext, stop
 from comfyfleet.engine.matching_window import MatchingWindow
-from comfyfleet.engine.pass_ranking import LeaseGrant, ParkedPoll, Plan
+from comfyfleet.engine.pass_ranks import LeaseGrant, ParkedPoll, Plan
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, WriteResult
 from comfyfleet.model.ids import ClassKey, JobId, PollId, WorkerId
 from comfyfleet.model.job import Job

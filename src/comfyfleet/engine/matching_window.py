@@ -1,5 +1,5 @@
 """Finds what the idle slots of a matching pass may take. It asks the store for candidates, shows further ones to slots
-that leave all they see to others, and has them ranked (`pass_ranking.py`)."""
+that leave all they see to others, and has them ranked (`pass_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import inf
 
 from comfyfleet.engine.context import EngineContext
-from comfyfleet.engine.pass_ranking import ParkedPoll, PassRanking, Plan, Seen, lane_lengths
+from comfyfleet.engine.pass_ranks import ParkedPoll, PassRanks, Plan, Seen, lane_lengths
 from comfyfleet.model.block import Pair
 from comfyfleet.model.dispatch import Candidate
 from comfyfleet.model.ids import PollId, ProfileKey, WorkerId
@@ -48,11 +48,11 @@ class MatchingWindow:
             return plan
         models = self._models(seen)
         if not models:
-            return PassRanking(self._context, seen, len(slots), now, models, self._parked).plan()
+            return PassRanks(self._context, seen, len(slots), now, models, self._parked).plan()
         await self._read_estimates(seen)
         hungry = frozenset(range(len(keys)))
         for look in range(_MAX_LOOKS):
-            found = PassRanking(
+            found = PassRanks(
                 self._context, seen, len(slots), now, models, self._parked, await self._blocks()
             )
             plan = found.plan()

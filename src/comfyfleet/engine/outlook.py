@@ -353,11 +353,11 @@ class FleetOutlook:
     def pace(self) -> float:
         """The seconds in which first come, first served moves the queue on by one job."""
         estimates, at = self._estimates, self._clock.monotonic()
-        events = estimates.requests + estimates.lessons
+        events = estimates.requests + estimates.learned
         if self._pace is not None:
             known_at, made_at, known = self._pace
             news = events - known_at
-            # The first lessons count at once. Later each changes little.
+            # What is learned first counts at once. Later each run changes little.
             if at < made_at + self._rules.round_s and (not news or news < min(_PACE_NEWS, events // 16)):
                 return known
         self._pace = (events, at, pace(self.live().by_class, estimates.shares(), estimates))

@@ -10,12 +10,12 @@ import msgspec
 
 from comfyfleet.engine import commands, input_files
 from comfyfleet.engine.commands import CommandQueue
+from comfyfleet.engine.completed_runs import CompletedRun, learn
 from comfyfleet.engine.context import EngineContext, best_effort
 from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
-from comfyfleet.engine.pass_ranking import ParkedPoll
-from comfyfleet.engine.run_learning import CompletedRun, learn
+from comfyfleet.engine.pass_ranks import ParkedPoll
 from comfyfleet.model.block import EVERY_WORKER, Block, Pair
 from comfyfleet.model.calls import (
     Command,

@@ -116,7 +116,7 @@ _Key = tuple[int, ModelSet]
 _Ways = dict[tuple[LaneKey, tuple[int, ...]], _Lane]
 
 
-class PassRanking:
+class PassRanks:
     """The ranks of one moment. Each lease changes them."""
 
     def __init__(

@@ -53,7 +53,7 @@ class RunReport(msgspec.Struct, frozen=True):
     """The known duration of this workflow on this worker class."""
 
 
-class RunLesson(msgspec.Struct, frozen=True):
+class RunTimes(msgspec.Struct, frozen=True):
     run_s: float | None
     """The duration without loads. None: the run is not typical."""
     models: ModelSet = NO_MODELS
@@ -61,32 +61,32 @@ class RunLesson(msgspec.Struct, frozen=True):
     load_s: float | None = None
 
 
-def lesson_of(report: RunReport) -> RunLesson:
+def times_of(report: RunReport) -> RunTimes:
     result = report.result
     if any(node in report.samplers for node in result.cached_nodes):
         # The server knew the outcome already, or most of it.
-        return RunLesson(None)
+        return RunTimes(None)
     if not result.timings:
         return _without_timings(report)
     spent = {timing.node_id: timing.seconds for timing in result.timings if timing.node_id in report.loaders}
     ran = frozenset[str]().union(*(report.loaders[node] for node in spent))
     if not ran:
-        return RunLesson(report.seconds)
+        return RunTimes(report.seconds)
     # A lower estimate: weights also travel to the card when the first node uses them.
     load_s = min(sum(spent.values()), report.seconds)
     if report.mean_s is not None:
         load_s = max(load_s, report.seconds - report.mean_s)
     # A job may also require models that its workflow does not name.
     models = ran | (report.expected - frozenset[str]().union(*report.loaders.values()))
-    return RunLesson(report.seconds - load_s, models, load_s)
+    return RunTimes(report.seconds - load_s, models, load_s)
 
 
-def _without_timings(report: RunReport) -> RunLesson:
+def _without_timings(report: RunReport) -> RunTimes:
     """Workers that report no timings: the lease says whether models had to be loaded."""
     if not report.expected:
-        return RunLesson(report.seconds)
+        return RunTimes(report.seconds)
     if report.mean_s is None:
-        # Not known apart. At most half of it is taken for the load, or an unknown workflow would take no time at all.
-        return RunLesson(report.seconds - min(report.expected_load_s, report.seconds / 2))
+        # Neither is known yet. At most half of it is taken for the load, or an unknown workflow would take no time at all.
+        return RunTimes(report.seconds - min(report.expected_load_s, report.seconds / 2))
     load_s = report.seconds - report.mean_s
-    return RunLesson(report.mean_s, report.expected, load_s) if load_s > 0 else RunLesson(None)
+    return RunTimes(report.mean_s, report.expected, load_s) if load_s > 0 else RunTimes(None)

@@ -1,6 +1,6 @@
 """Learns from completed runs: durations and load times into the store, and what the worker has loaded now.
 
-Policy says what a run teaches (`policy/run_lessons.py`)."""
+Policy says what a run teaches (`policy/run_times.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.workflow import loaders_and_samplers
-from comfyfleet.policy.run_lessons import RunLesson, RunReport, lesson_of
+from comfyfleet.policy.run_times import RunReport, RunTimes, times_of
 from comfyfleet.policy.scheduling import NO_MODELS
 from comfyfleet.policy.workflow_stats import warmed
 
@@ -50,12 +50,12 @@ async def learn(context: EngineContext, dispatch: Dispatch, worker_id: WorkerId,
         return
     worker_class = worker.capabilities.worker_class
     models = context.outlook.models_of(dispatch.class_key)
-    lesson = RunLesson(run.seconds)
+    times = RunTimes(run.seconds)
     if models:
         stats = await context.stats(dispatch.workflow_hash)
         known = None if stats is None else stats.durations.get(worker_class)
-        lesson = lesson_of(run.report(None if known is None else known.mean_s))
-    for delta in context.estimates.deltas(dispatch, worker_class, lesson):
+        times = times_of(run.report(None if known is None else known.mean_s))
+    for delta in context.estimates.deltas(dispatch, worker_class, times):
         await context.add_workflow_stats(delta)
     # Not the worker as it was before: another run of it may have ended meanwhile.
     worker = context.fleet.workers.get(worker_id, worker)

@@ -6,7 +6,7 @@ import msgspec
 
 from comfyfleet.model.job import JobResult, NodeTiming
 from comfyfleet.model.workflow import loaders_and_samplers
-from comfyfleet.policy.run_lessons import ANY_MODELS, RunLesson, RunReport, is_load_key, lesson_of, load_key
+from comfyfleet.policy.run_times import ANY_MODELS, RunReport, RunTimes, is_load_key, load_key, times_of
 
 BASE, STYLE = frozenset({"sd/base.safetensors"}), frozenset({"style.safetensors"})
 GRAPH = {
@@ -31,39 +31,39 @@ def test_loaders_are_the_nodes_that_name_model_files_and_samplers_those_that_fil
 
 
 def test_a_run_whose_loaders_were_cached_says_how_long_the_workflow_takes() -> None:
-    assert lesson_of(report(2.0, 5.0, "1", "2", n3=1.8)) == RunLesson(2.0)
+    assert times_of(report(2.0, 5.0, "1", "2", n3=1.8)) == RunTimes(2.0)
 
 
 def test_the_first_load_is_at_least_what_its_nodes_took() -> None:
-    assert lesson_of(report(6.0, None, n1=3.0, n2=0.5, n3=2.0)) == RunLesson(2.5, BASE | STYLE, 3.5)
+    assert times_of(report(6.0, None, n1=3.0, n2=0.5, n3=2.0)) == RunTimes(2.5, BASE | STYLE, 3.5)
 
 
 def test_once_the_warm_duration_is_known_the_rest_is_the_load() -> None:
-    assert lesson_of(report(6.0, 1.0, n1=3.0, n2=0.5, n3=2.0)) == RunLesson(1.0, BASE | STYLE, 5.0)
+    assert times_of(report(6.0, 1.0, n1=3.0, n2=0.5, n3=2.0)) == RunTimes(1.0, BASE | STYLE, 5.0)
     # Never less than the nodes took.
-    assert lesson_of(report(6.0, 4.0, n1=3.0, n2=0.5, n3=2.0)) == RunLesson(2.5, BASE | STYLE, 3.5)
+    assert times_of(report(6.0, 4.0, n1=3.0, n2=0.5, n3=2.0)) == RunTimes(2.5, BASE | STYLE, 3.5)
 
 
 def test_a_style_that_is_loaded_beside_its_checkpoint_is_learned_alone() -> None:
     run = report(3.0, None, "1", n2=0.5, n3=2.0)
     for expected in (BASE | STYLE, STYLE, frozenset[str]()):
-        assert lesson_of(msgspec.structs.replace(run, expected=expected)) == RunLesson(2.5, STYLE, 0.5)
+        assert times_of(msgspec.structs.replace(run, expected=expected)) == RunTimes(2.5, STYLE, 0.5)
     # What the job requires beside its graph belongs to it.
     also = msgspec.structs.replace(run, expected=STYLE | {"declared"})
-    assert lesson_of(also) == RunLesson(2.5, STYLE | {"declared"}, 0.5)
+    assert times_of(also) == RunTimes(2.5, STYLE | {"declared"}, 0.5)
 
 
 def test_a_run_whose_sampler_was_cached_teaches_nothing() -> None:
-    assert lesson_of(report(0.1, 5.0, "1", "2", "3")) == RunLesson(None)
+    assert times_of(report(0.1, 5.0, "1", "2", "3")) == RunTimes(None)
 
 
 def test_without_timings_the_lease_says_whether_models_were_loaded() -> None:
     silent = msgspec.structs.replace(report(6.0), result=JobResult())
-    assert lesson_of(silent) == RunLesson(3.0), "at most half of it counts as load while neither is known"
-    assert lesson_of(msgspec.structs.replace(silent, seconds=10.0)) == RunLesson(6.0)
-    assert lesson_of(msgspec.structs.replace(silent, mean_s=1.5)) == RunLesson(1.5, BASE | STYLE, 4.5)
-    assert lesson_of(msgspec.structs.replace(silent, mean_s=9.0)) == RunLesson(None)
-    assert lesson_of(msgspec.structs.replace(silent, expected=frozenset(), mean_s=1.5)) == RunLesson(6.0)
+    assert times_of(silent) == RunTimes(3.0), "at most half of it counts as load while neither is known"
+    assert times_of(msgspec.structs.replace(silent, seconds=10.0)) == RunTimes(6.0)
+    assert times_of(msgspec.structs.replace(silent, mean_s=1.5)) == RunTimes(1.5, BASE | STYLE, 4.5)
+    assert times_of(msgspec.structs.replace(silent, mean_s=9.0)) == RunTimes(None)
+    assert times_of(msgspec.structs.replace(silent, expected=frozenset(), mean_s=1.5)) == RunTimes(6.0)
 
 
 def test_a_set_of_models_has_one_key_in_every_process() -> None:
