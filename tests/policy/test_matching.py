@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 from tests._examples import examples
 
 from comfyfleet.model.ids import JobId
-from comfyfleet.policy.assignment import RankKey, WaitingJob, assign, rank_key
+from comfyfleet.policy.assignment import RankKey, SlotKey, WaitingJob, assign, rank_key, slot_key
 
 
 def rank(
     sequence: int,
     *,
-    is_overdue: bool = False,
+    is_due: bool = False,
     is_preferred: bool = False,
-    warmth: int = 0,
+    is_cold: bool = False,
+    copies: int = 0,
     selectivity: int = 1,
-    score: float = 0.0,
 ) -> RankKey:
     return rank_key(
-        is_overdue=is_overdue,
+        is_due=is_due,
         is_preferred=is_preferred,
-        warmth=warmth,
+        is_cold=is_cold,
+        copies=copies,
         selectivity=selectivity,
-        score=score,
         sequence=sequence,
     )
 
@@ -155,23 +155,56 @@ def test_nothing_to_give_is_an_empty_round() -> None:
 
 def test_ranks_compare_line_by_line() -> None:
     earlier_first = [
-        rank(9, is_overdue=True, selectivity=9),
-        rank(8, is_preferred=True, selectivity=8),
-        rank(7, warmth=2, selectivity=7),
-        rank(6, warmth=1, selectivity=6),
-        rank(5, selectivity=1, score=0.1),
-        rank(4, selectivity=2, score=0.9),
-        rank(3, selectivity=2, score=0.5),
-        rank(4, selectivity=2, score=0.5),
+        rank(8, is_due=True, is_cold=True, copies=7, selectivity=9),
+        rank(9, is_due=True),
+        rank(8, is_preferred=True, is_cold=True, selectivity=8),
+        rank(7, copies=5, selectivity=6),
+        rank(6, selectivity=7),
+        rank(5, is_cold=True, copies=0, selectivity=9),
+        rank(3, is_cold=True, copies=1, selectivity=1),
+        rank(2, is_cold=True, copies=1, selectivity=2),
+        rank(4, is_cold=True, copies=1, selectivity=2),
     ]
     assert sorted(earlier_first) == earlier_first
 
 
-def test_a_job_ranks_by_its_best_pair_and_its_slots_by_theirs() -> None:
-    ranks = {"cold": rank(3), "preferred": rank(3, is_preferred=True), "warm": rank(3, warmth=2)}
-    job = WaitingJob.ranked(JobId("job"), 4, ranks)
-    assert job.slots == ("preferred", "warm", "cold")
-    assert job.order == (-4, ranks["preferred"])
+def key(
+    *,
+    is_preferred: bool = False,
+    is_cold: bool = False,
+    cost: int = 0,
+    ran_it_last: bool = False,
+    score: float = 0.0,
+    wants_score: bool = False,
+) -> SlotKey:
+    return slot_key(
+        is_preferred=is_preferred,
+        is_cold=is_cold,
+        cost=cost,
+        ran_it_last=ran_it_last,
+        score=score,
+        wants_score=wants_score,
+    )
+
+
+def test_a_job_takes_its_preferred_worker_then_the_one_that_costs_least_then_the_best_score() -> None:
+    better_first = [
+        key(is_preferred=True, cost=9, is_cold=True),
+        key(cost=1, ran_it_last=True),
+        key(cost=1, score=5),
+        key(cost=1, score=4),
+        key(cost=2, score=9),
+    ]
+    assert sorted(better_first) == better_first
+
+
+def test_a_job_with_preferences_takes_the_best_score_of_those_that_need_no_load() -> None:
+    better_first = [
+        key(cost=2, score=9, wants_score=True),
+        key(cost=1, score=4, wants_score=True),
+        key(cost=5, score=99, is_cold=True, wants_score=True),
+    ]
+    assert sorted(better_first) == better_first
 
 
 def test_every_one_of_three_hundred_slots_gets_a_job_when_enough_wait() -> None:

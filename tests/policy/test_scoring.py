@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.policy._fleets import HASH, capabilities, classes
+from tests.policy._fleets import capabilities, classes
 
-from comfyfleet.model.ids import ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ProfileKey, TenantId, WorkerId
 from comfyfleet.model.requirement import HardwareNeed, Preferences, RequirementClass, Requirements
 from comfyfleet.model.worker import (
     Capabilities,
@@ -22,7 +22,7 @@ from comfyfleet.model.worker import (
     TenantAccess,
     WorkerRecord,
 )
-from comfyfleet.policy.assignment import score, warmth
+from comfyfleet.policy.assignment import score
 from comfyfleet.policy.rules import Weights
 
 ACME = TenantId("acme")
@@ -151,22 +151,3 @@ def test_a_job_too_large_for_what_is_free_has_no_room_and_still_a_score() -> Non
 def test_a_dimension_without_weight_does_not_count() -> None:
     none = Weights(hardware=0, models=0, tenant=0, performance=0, location=0, cost=0, load=0)
     assert score(JOB, worker(), 0.0, none, 3.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("needed", "live", "expected"),
-    [
-        (("flux", "base"), LiveState(loaded_models=frozenset({"flux", "sdxl/base", "vae"})), 2),
-        (("flux", "base"), LiveState(loaded_models=frozenset({"flux"})), 0),
-        (("flux", "base"), LiveState(loaded_models=frozenset({"flux"}), last_workflow=HASH), 1),
-        (("sdxl\\base",), LiveState(loaded_models=frozenset({"sdxl/base"}), last_workflow=HASH), 2),
-        ((), LiveState(loaded_models=frozenset({"flux"})), 0),
-        ((), LiveState(last_workflow=HASH), 1),
-        ((), LiveState(last_workflow=WorkflowHash("another")), 0),
-        ((), LiveState(), 0),
-    ],
-)
-def test_a_worker_is_warm_by_its_models_or_else_by_its_last_run(
-    needed: tuple[str, ...], live: LiveState, expected: int
-) -> None:
-    assert warmth(RequirementClass(Requirements(models=needed)), HASH, live) == expected

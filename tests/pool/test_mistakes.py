@@ -87,6 +87,8 @@ async def test_a_job_with_a_mistake_in_it_is_refused(wrong: dict[str, Any], word
         ({"cooldown": None}, "cooldown must be"),
         ({"cooldown": "60"}, "cooldown must be"),
         ({"affinity_wait": NAN}, "affinity_wait must be"),
+        ({"patience": -1}, "patience must be"),
+        ({"patience": NAN}, "patience must be"),
         ({"max_failures_before_block": 0}, "at least 1"),
         ({"max_attempts": None}, "at least 1"),
         ({"slots": 0}, "at least 1"),

@@ -66,7 +66,7 @@ POOLS = {
     "a stored name": ("model/tenant.py", "tenancy/database/*/migrations/*"),
 }
 
-NOUNS = {"tracing", "keyring", "accounting", "uvicorn_logging"}
+NOUNS = {"tracing", "keyring", "accounting", "scheduling", "uvicorn_logging"}
 
 
 def _sources() -> list[Path]:

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+from comfyfleet.engine.estimates import TimeEstimates
 from comfyfleet.engine.fleet import Fleet
+from comfyfleet.engine.outlook import FleetOutlook
 from comfyfleet.engine.system import StoreClock
 from comfyfleet.model.block import Block
-from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Phase, Write, WriteResult
+from comfyfleet.model.dispatch import Dispatch, LaneKey, LeaseOffer, Phase, Write, WriteResult
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, TenantId, WorkerId, WorkflowHash
@@ -23,6 +25,7 @@ from comfyfleet.policy.failover import FailoverStrategy
 from comfyfleet.policy.fair_share import charge_s
 from comfyfleet.policy.poison_workflows import is_refusing
 from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.scheduling import missing
 from comfyfleet.policy.workflow_stats import expected_s
 from comfyfleet.ports import Bus, Clock, RandomSource, Store, Timer
 
@@ -124,6 +127,10 @@ class EngineContext:
         """Set by the tenant services: suspends the tenant until an operator resumes it."""
         self.admission_control: AdmissionControl = OpenAdmission()
         """Set by the tenant services."""
+        self.estimates = TimeEstimates(self.known_workflow_stats, self.stats, self.clock)
+        self.outlook = FleetOutlook(store, self.clock, self.fleet, rules, self.estimates)
+        self.others_changed: Callable[[], None] = lambda: None
+        """Set by the matcher: a busy worker may not do what others count on."""
         self._workflow_stats: dict[WorkflowHash, WorkflowStats] = {}
         self._up_to_date: set[WorkflowHash] = set()
         self._learned_at = self.clock.monotonic()
@@ -144,6 +151,8 @@ class EngineContext:
         for fact in written.facts:
             self.bus.publish(fact)
         dispatch = written.dispatch
+        if self.outlook.written(dispatch) is not None and dispatch.phase is not Phase.COMPLETED:
+            self.others_changed()
         self.wake_by(dispatch.due_at)
         if (dispatch.is_awaited or dispatch.awaits_jobs) and dispatch.phase.is_final:
             self.awaited_ended(dispatch)
@@ -191,9 +200,11 @@ class EngineContext:
                 why=why,
             )
 
-    def offer(self, worker: WorkerRecord, poll_id: PollId, workflow_hash: WorkflowHash) -> LeaseOffer:
-        rules = self.rules
-        expected = expected_s(self.known_workflow_stats(workflow_hash), worker.capabilities.worker_class)
+    def offer(self, worker: WorkerRecord, poll_id: PollId, lane: LaneKey) -> LeaseOffer:
+        rules, kind = self.rules, self.outlook.kind_of(worker)
+        expected = expected_s(self.known_workflow_stats(lane.workflow_hash), kind.worker_class)
+        models = self.outlook.models_of(lane.class_key)
+        load_s = self.estimates.load_s(missing(models, kind.loaded), kind.worker_class) if models else 0.0
         return LeaseOffer(
             worker.worker_id,
             worker.profile,
@@ -201,7 +212,9 @@ class EngineContext:
             LeaseToken(self.rng.token()),
             rules.lease_ttl_s,
             rules.acknowledge_s,
-            charge_s(expected, rules),
+            charge_s(None if expected is None else expected + load_s, rules),
+            self.estimates.run_s(lane.workflow_hash, kind.worker_class),
+            load_s,
         )
 
     # workflow statistics
@@ -232,6 +245,7 @@ class EngineContext:
         self._workflow_stats.pop(stats.workflow_hash, None)
         self._workflow_stats[stats.workflow_hash] = stats
         self._up_to_date.add(stats.workflow_hash)
+        self.estimates.stats_changed(stats.workflow_hash)
         if len(self._workflow_stats) > _MAX_WORKFLOW_STATS:
             oldest = next(iter(self._workflow_stats))
             del self._workflow_stats[oldest]

@@ -8,43 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from comfyfleet.engine.context import EngineContext, stop
-from comfyfleet.engine.overtake_tracker import OvertakeTracker
+from comfyfleet.engine.matching_window import MatchingWindow
+from comfyfleet.engine.pass_ranks import LeaseGrant, ParkedPoll, Plan
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, WriteResult
-from comfyfleet.model.ids import JobId, PollId, ProfileKey, TenantId, WorkerId
+from comfyfleet.model.ids import ClassKey, JobId, PollId, WorkerId
 from comfyfleet.model.job import Job
-from comfyfleet.policy.assignment import RankKey, WaitingJob, assign, rank_key, score, warmth
-from comfyfleet.policy.failover import SmartFailover
-from comfyfleet.policy.fair_share import TenantTurn, charge_s, due_now, tenant_turns
-from comfyfleet.policy.workflow_stats import expected_s
-from comfyfleet.ports import Peek, Timer
+from comfyfleet.policy.fair_share import due_now
+from comfyfleet.policy.scheduling import WaitReason
+from comfyfleet.ports import Timer
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
 _RELEARN_EVERY_S = 0.05  # all classes are read each time, and thousands may come in a row
 _TENANT_PATIENCE_S = 0.1  # so long a round waits for the databases of tenants
-
-
-class LeaseGrant(NamedTuple):
-    """A lease, with the job's record if it was read together with the lease."""
-
-    dispatch: Dispatch
-    record: Job | None
-
-
-class ParkedPoll:
-    __slots__ = ("answer", "load", "offer", "poll_id", "worker_id")
-
-    def __init__(self, worker_id: WorkerId, poll_id: PollId, load: int | None = None) -> None:
-        self.worker_id, self.poll_id, self.load = worker_id, poll_id, load
-        self.offer: LeaseOffer | None = None  # with which a job was last asked for
-        self.answer: asyncio.Future[LeaseGrant | None] = asyncio.get_running_loop().create_future()
 
 
 class Matcher:
@@ -58,9 +41,11 @@ class Matcher:
         self._slow_leases: dict[ParkedPoll, asyncio.Task[bool]] = {}
         """Slots whose lease waits for a tenant database. A pass skips them."""
         self._running: asyncio.Task[None] | None = None
-        # A custom strategy may treat equal workers differently.
-        self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
-        self._overtaking = OvertakeTracker()
+        self._window = MatchingWindow(context, self._parked_of)
+        self._holding: dict[PollId, tuple[ParkedPoll, dict[LaneKey, WaitReason]]] = {}
+        """Slots that leave jobs to others, and the reasons."""
+        self._look_again: tuple[float, Timer] | None = None
+        """When to look at these slots again."""
         self._timer: Timer | None = None
         self._is_outdated = False
         """Another engine has added a class to the table since it was read here."""
@@ -82,6 +67,7 @@ class Matcher:
             self._send_away(older)
         self._parked[slot.poll_id] = self._looking[slot.poll_id] = slot
         self._parked_of[slot.worker_id] += 1
+        self._context.outlook.polled(slot.worker_id)
         if self._running is None:
             # The usual case: no pass runs, so serve the slot without a task.
             del self._looking[slot.poll_id]
@@ -107,6 +93,7 @@ class Matcher:
             return
         del self._parked[slot.poll_id]
         self._looking.pop(slot.poll_id, None)
+        self._holding.pop(slot.poll_id, None)
         self._parked_of[slot.worker_id] -= 1
         if not self._parked_of[slot.worker_id]:
             del self._parked_of[slot.worker_id]
@@ -120,6 +107,7 @@ class Matcher:
         """Answers the worker's parked polls with no job."""
         for slot in [slot for slot in self._parked.values() if slot.worker_id == worker_id]:
             self._send_away(slot)
+        self.others_changed()
 
     # waking
 
@@ -136,11 +124,17 @@ class Matcher:
         )
 
     def worker_freed(self, worker_id: WorkerId) -> None:
-        """After a block, quarantine or pause of the worker ended."""
+        """After a block, quarantine or pause of the worker began or ended."""
         self._look(slot for slot in self._parked.values() if slot.worker_id == worker_id)
+        self.others_changed()
 
     def everything_changed(self) -> None:
         self._look(self._parked.values())
+
+    def others_changed(self) -> None:
+        """After a change at a busy worker: what was left to it may be for others now."""
+        if self._holding:
+            self._look([slot for slot, _ in self._holding.values()])
 
     def reload_workers(self) -> None:
         """After another engine changed a worker: read it before the next pass."""
@@ -211,7 +205,9 @@ class Matcher:
         self._parked.clear()
         self._parked_of.clear()
         self._looking.clear()
-        await stop(self._timer, self._relearning, self._running, *self._slow_leases.values())
+        self._holding.clear()
+        again = None if self._look_again is None else self._look_again[1]
+        await stop(self._timer, again, self._relearning, self._running, *self._slow_leases.values())
 
     # matching
 
@@ -237,18 +233,17 @@ class Matcher:
             }
             if not waiting:
                 return
-            jobs, lanes = await self._candidates(waiting, now)
-            if not jobs:
+            plan = await self._window.plan(waiting, self._context.clock.now())
+            self._hold(waiting, plan)
+            if plan is None or not plan.chosen:
                 return
-            chosen = assign(jobs)
-            self._note_overtaken(jobs, lanes, chosen, waiting)
-            due = self._due(chosen, lanes)
+            due = self._due(plan)
             # Oldest first, so that the head of a lane leaves first.
-            pairs = sorted(due.items(), key=lambda pair: lanes[pair[1]].sequence)
+            pairs = sorted(due.items(), key=lambda pair: plan.seen[pair[1]].sequence)
             leased = await self._lease_all(
-                [(waiting[PollId(poll_id)], lanes[job_id]) for poll_id, job_id in pairs]
+                [(waiting[PollId(poll_id)], plan.seen[job_id]) for poll_id, job_id in pairs]
             )
-            if all(leased) and len(due) == len(chosen):
+            if all(leased) and len(due) == len(plan.chosen) and not plan.is_partial:
                 return
             again = {pair for pair, is_leased in zip(pairs, leased, strict=True) if not is_leased}
             if again and again <= refused:
@@ -256,11 +251,45 @@ class Matcher:
                 return
             refused |= again
 
-    def _due(self, chosen: dict[str, JobId], seen: dict[JobId, Candidate]) -> dict[str, JobId]:
+    def _hold(self, slots: dict[PollId, ParkedPoll], plan: Plan | None) -> None:
+        """Remembers which slots leave jobs to others, and looks at them again in time."""
+        left = {} if plan is None else plan.left
+        for poll_id, slot in slots.items():
+            if poll_id in left and poll_id in self._parked:
+                self._holding[poll_id] = (slot, left[poll_id])
+            else:
+                self._holding.pop(poll_id, None)
+        if plan is None or not left or self._is_closed:
+            return
+        if self._look_again is not None:
+            if self._look_again[0] <= plan.look_at:
+                return
+            self._look_again[1].cancel()
+        self._look_again = (plan.look_at, self._context.clock.call_at(plan.look_at, self._on_look_again))
+
+    def _on_look_again(self) -> None:
+        self._look_again = None
+        self.others_changed()
+
+    def left_to_others(self, lane: LaneKey) -> WaitReason | None:
+        """Why the jobs of a lane wait although a slot is idle here: the shortest such wait."""
+        reasons = [its[lane] for _, its in self._holding.values() if lane in its]
+        return min(reasons, key=lambda why: why.free_in_s, default=None)
+
+    def has_idle_slot(self, class_key: ClassKey) -> bool:
+        """Whether an idle slot here may take jobs of this class."""
+        fleet = self._context.fleet
+        profiles, workers = fleet.profiles_for(class_key), fleet.workers
+        return any(
+            (worker := workers.get(worker_id)) is not None and worker.profile in profiles
+            for worker_id in self._parked_of
+        )
+
+    def _due(self, plan: Plan) -> dict[str, JobId]:
         """What to lease at once: everything, unless fair shares apply and there are several slots."""
-        if len(chosen) == 1 or not (turn := self._turns(seen)):
-            return chosen
-        return due_now(chosen, seen, turn, self._context.rules.quantum_s)
+        if len(plan.chosen) == 1 or not (turns := plan.turns(self._context)):
+            return plan.chosen
+        return due_now(plan.chosen, plan.seen, turns, self._context.rules.quantum_s)
 
     async def _lease_all(self, pairs: list[tuple[ParkedPoll, Candidate]]) -> list[bool]:
         """False: look again."""
@@ -294,7 +323,7 @@ class Matcher:
         worker = context.fleet.workers.get(slot.worker_id)
         if slot.answer.done() or worker is None:
             return True
-        slot.offer = offer = context.offer(worker, slot.poll_id, candidate.lane.workflow_hash)
+        slot.offer = offer = context.offer(worker, slot.poll_id, candidate.lane)
         written, record = await self._leased(candidate.job_id, offer)
         if written is None:
             # The reason may be a block that this engine did not know.
@@ -304,7 +333,11 @@ class Matcher:
             await context.fleet.recheck_worker(worker)
             return False
         self.unpark(slot)
+        run = context.outlook.leased(written.dispatch, offer.run_s, offer.load_s)
         context.publish(written)
+        if run.loads:
+            # Nobody should count on what this worker had loaded.
+            self.others_changed()
         if slot.answer.done():
             # The poll ended while its job was leased.
             await context.requeue_undelivered(written.dispatch)
@@ -327,143 +360,6 @@ class Matcher:
             return written, None
         return written, record
 
-    async def _candidates(
-        self, slots: dict[PollId, ParkedPoll], now: float
-    ) -> tuple[list[WaitingJob], dict[JobId, Candidate]]:
-        """Every job that some slot may take, with its ranks. Equal slots share one query."""
-        fleet = self._context.fleet
-        alike: dict[tuple[ProfileKey, WorkerId | None], list[ParkedPoll]] = defaultdict(list)
-        for slot in slots.values():
-            profile = fleet.workers[slot.worker_id].profile
-            is_single = self._asks_for_each or slot.worker_id in fleet.with_blocks
-            alike[profile, slot.worker_id if is_single else None].append(slot)
-        groups = list(alike.values())
-        seen: dict[JobId, Candidate] = {}
-        takers: dict[JobId, tuple[int, ...]] = {}
-        for number, ((profile, _), group) in enumerate(alike.items()):
-            for candidate in await self._peek(profile, group[0].worker_id, len(slots), now):
-                seen[candidate.job_id] = candidate
-                takers[candidate.job_id] = (*takers.get(candidate.job_id, ()), number)
-        if any(candidate.lane.class_key not in fleet.classes for candidate in seen.values()):
-            # Another engine's class must be known before it can be ranked.
-            await fleet.sync()
-            known = {job_id: each for job_id, each in seen.items() if each.lane.class_key in fleet.classes}
-            return self._ranked(known, takers, groups), known
-        return self._ranked(seen, takers, groups), seen
-
-    async def _peek(
-        self, profile: ProfileKey, worker_id: WorkerId, slots: int, now: float
-    ) -> list[Candidate]:
-        """The store's candidates without those that the failover strategy refuses."""
-        rules, strategy = self._context.rules, self._context.strategy
-        skip: frozenset[str] = frozenset()
-        while True:
-            query = Peek(profile, worker_id, slots, rules.window_lanes, rules.quantum_s, skip)
-            found = await self._context.store.peek(query)
-            hashes = {candidate.lane.workflow_hash for candidate in found}
-            refused = {each for each in hashes if strategy.should_skip(worker_id, each, now)}
-            if not refused:
-                return found
-            skip |= refused
-
-    def _ranked(
-        self,
-        seen: dict[JobId, Candidate],
-        takers: dict[JobId, tuple[int, ...]],
-        groups: list[list[ParkedPoll]],
-    ) -> list[WaitingJob]:
-        """Jobs of a lane differ only in age, so the slots of a lane are ranked once."""
-        ranked: dict[tuple[LaneKey, tuple[int, ...]], tuple[RankKey, tuple[str, ...]]] = {}
-        wait_s = self._context.rules.affinity_wait_s
-        turn = self._turns(seen)
-        jobs = []
-        for job_id, candidate in seen.items():
-            lane, by = candidate.lane, takers[job_id]
-            known = ranked.get((lane, by))
-            if known is None:
-                ranks = {
-                    str(slot.poll_id): self._rank(candidate, slot)
-                    for number in by
-                    for slot in groups[number]
-                    if slot.worker_id in self._context.fleet.workers
-                }
-                if not ranks:
-                    continue
-                best = WaitingJob.ranked(job_id, lane.priority, ranks)
-                known = ranked[lane, by] = (best.rank, best.slots)
-            at = turn[job_id].start if turn else 0.0
-            rank = (True, *known[0][1:5], at, candidate.sequence)
-            profiles = {self._context.fleet.workers[groups[number][0].worker_id].profile for number in by}
-            share, limit = _share(candidate), self._context.clock.monotonic() - wait_s
-            if self._overtaking.is_overdue(profiles, lane.priority, share, candidate.sequence, limit):
-                # Among overdue jobs only age counts, or cold workflows would always lose to warm ones.
-                rank = (False, False, 0, 0, 0.0, at, candidate.sequence)
-            jobs.append(WaitingJob(job_id, lane.priority, rank, known[1]))
-        return jobs
-
-    def _rank(self, candidate: Candidate, slot: ParkedPoll) -> RankKey:
-        context, lane = self._context, candidate.lane
-        fleet = context.fleet
-        cls, worker = fleet.classes[lane.class_key], fleet.workers[slot.worker_id]
-        stats = context.known_workflow_stats(lane.workflow_hash)
-        seconds = expected_s(stats, worker.capabilities.worker_class)
-        busy = worker.slots - self._parked_of[worker.worker_id] if slot.load is None else slot.load
-        may_overtake = context.rules.affinity_wait_s > 0
-        return rank_key(
-            is_overdue=False,
-            is_preferred=may_overtake and worker.worker_id in cls.preferences.workers,
-            warmth=warmth(cls, lane.workflow_hash, worker.live) if may_overtake else 0,
-            selectivity=fleet.selectivity(lane.class_key),
-            score=score(cls, worker, busy / max(1, worker.slots), context.rules.weights, seconds),
-            sequence=candidate.sequence,
-        )
-
-    def _turns(self, seen: dict[JobId, Candidate]) -> dict[JobId, TenantTurn]:
-        """Empty where no tenant has a fair share, which is the usual case."""
-        if not any(each.weight for each in seen.values()):
-            return {}
-        return tenant_turns(seen.values(), self._seconds_of)
-
-    def _seconds_of(self, candidate: Candidate) -> float:
-        stats = self._context.known_workflow_stats(candidate.lane.workflow_hash)
-        return charge_s(expected_s(stats, ""), self._context.rules)
-
-    def _note_overtaken(
-        self,
-        jobs: list[WaitingJob],
-        lanes: dict[JobId, Candidate],
-        chosen: dict[str, JobId],
-        slots: dict[PollId, ParkedPoll],
-    ) -> None:
-        """Preference, warmth and score let a younger job pass only within the affinity wait. Selectivity
-        alone may always do so, because the passed job has other workers."""
-        taken = set(chosen.values())
-        left = [job for job in jobs if job.job_id not in taken]
-        if not left:
-            return
-        by_id = {job.job_id: job for job in jobs}
-        for poll_id, job_id in chosen.items():
-            job = by_id[job_id]
-            is_favoured = job.rank[1:3] < (True, 0)
-            share = _share(lanes[job_id])
-            overtaken: dict[TenantId | None, int] = {}
-            for other in left:
-                if (
-                    other.priority == job.priority
-                    and other.rank[-2:] < job.rank[-2:]
-                    and (is_favoured or other.rank[3] == job.rank[3])
-                    and poll_id in other.slots
-                ):
-                    # Of the same share, every older job was passed; of another share, only those seen.
-                    its = _share(lanes[other.job_id])
-                    passed = job.rank[-1] if its == share else other.rank[-1] + 1
-                    overtaken[its] = max(passed, overtaken.get(its, 0))
-            worker = self._context.fleet.workers[slots[PollId(poll_id)].worker_id]
-            for its, passed in overtaken.items():
-                self._overtaking.note(
-                    worker.profile, job.priority, its, passed, self._context.clock.monotonic()
-                )
-
 
 def _belongs(record: Job | None, dispatch: Dispatch) -> bool:
     """Whether a record read along with the lease is the one to run."""
@@ -474,11 +370,6 @@ def _belongs(record: Job | None, dispatch: Dispatch) -> bool:
         and record.round == dispatch.round
         and not dispatch.has_tenant_database
     )
-
-
-def _share(candidate: Candidate) -> TenantId | None:
-    """The group in which age decides the order."""
-    return candidate.lane.tenant if candidate.weight else None
 
 
 async def _all_of(work: list[Coroutine[Any, Any, bool]]) -> list[bool]:

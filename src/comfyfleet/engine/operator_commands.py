@@ -90,6 +90,7 @@ class OperatorCommands:
     async def pause_queue(self, is_paused: bool = True) -> None:
         await self._context.store.pause_queue(is_paused)
         if not is_paused:
+            self._context.outlook.resumed()
             self._matcher.everything_changed()
         self._context.publish_fleet_event("queue_paused" if is_paused else "queue_resumed", EVERY_WORKER)
 

@@ -378,6 +378,9 @@ class Submitter:
             if fleet.key_of(cls) not in fleet.classes:
                 await fleet.ensure_class(cls, unless_known=True)
         store = self._context.store
+        if not self._matcher.has_idle_slot(dispatch.class_key):
+            # First come, first served would let it wait for one turn. The store adds those before it.
+            dispatch = msgspec.structs.replace(dispatch, place=1)
         while True:
             if not store.is_shared:
                 # Count again: others may have come meanwhile. Nothing awaits from here to the write.
@@ -393,6 +396,7 @@ class Submitter:
     async def _tell(self, written: WriteResult) -> None:
         dispatch = written.dispatch
         self._context.publish(written)
+        self._context.outlook.enqueued(dispatch)
         self._matcher.job_arrived(dispatch)
         if dispatch.awaits_jobs:
             # An awaited job may have ended before this one was written.

@@ -10,10 +10,12 @@ import msgspec
 
 from comfyfleet.engine import commands, input_files
 from comfyfleet.engine.commands import CommandQueue
+from comfyfleet.engine.completed_runs import CompletedRun, learn
 from comfyfleet.engine.context import EngineContext, best_effort
 from comfyfleet.engine.failure_handler import FailureHandler
-from comfyfleet.engine.matcher import Matcher, ParkedPoll
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.engine.pass_ranks import ParkedPoll
 from comfyfleet.model.block import EVERY_WORKER, Block, Pair
 from comfyfleet.model.calls import (
     Command,
@@ -45,12 +47,11 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind, ProgressEvent, ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of, traceparent_of
-from comfyfleet.model.job import Job
+from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.payload_digest import lease_sha256, runnable_workflow
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import lifted_by_inventory
 from comfyfleet.policy.lifecycle import completed
-from comfyfleet.policy.workflow_stats import of_run, warmed
 
 _MAX_REASON = 500
 
@@ -388,9 +389,12 @@ class WorkerOperations:
             lifted=tuple(block.pair for block in known),
             job=job,
         )
+        # Before the write, which ends the run.
+        run = context.outlook.run_of(ref.job_id)
         if await context.write(write) is None:
             return await self._reply_after_lease(ref, AttemptOutcome.COMPLETED)
-        await self._succeeded(dispatch, worker_id, seconds, known)
+        graph = None if record is None else record.payload.workflow
+        await self._succeeded(dispatch, worker_id, CompletedRun(seconds, call.result, graph, run), known)
         if record is not None:
             with best_effort(f"forget which files job {ref.job_id} used"):
                 await input_files.forget(context.store.documents, record)
@@ -405,16 +409,19 @@ class WorkerOperations:
         if dispatch.is_awaited and dispatch.phase.is_final:
             context.awaited_ended(dispatch)
         lifted = await context.store.lift(_pairs(dispatch, run.worker_id))
-        await self._succeeded(dispatch, run.worker_id, run.seconds, lifted)
+        known = context.outlook.written(dispatch)
+        await self._succeeded(
+            dispatch, run.worker_id, CompletedRun(run.seconds, JobResult(), None, known), lifted
+        )
 
     async def _succeeded(
-        self, dispatch: Dispatch, worker_id: WorkerId, seconds: float, lifted: Sequence[Block]
+        self, dispatch: Dispatch, worker_id: WorkerId, run: CompletedRun, lifted: Sequence[Block]
     ) -> None:
         context, job_id = self._context, dispatch.job_id
         with best_effort(f"tell the failover strategy that job {job_id} succeeded"):
             context.strategy.record_success(worker_id, dispatch.workflow_hash, await context.store.now())
         with best_effort(f"learn from the run of job {job_id}"):
-            await self._remember_run(dispatch, worker_id, seconds)
+            await learn(context, dispatch, worker_id, run)
         for block in lifted:
             with best_effort(f"publish that worker {worker_id} is no longer blocked"):
                 await context.unblocked(block, "it succeeded")
@@ -476,19 +483,6 @@ class WorkerOperations:
 
     async def _seen(self, worker_id: WorkerId) -> None:
         await self._context.fleet.record_seen(worker_id, self._context.clock.now())
-
-    async def _remember_run(self, dispatch: Dispatch, worker_id: WorkerId, seconds: float) -> None:
-        context = self._context
-        worker = context.fleet.workers.get(worker_id)
-        if worker is None:
-            return
-        await context.add_workflow_stats(
-            of_run(dispatch.workflow_hash, worker.capabilities.worker_class, seconds)
-        )
-        cls = context.fleet.classes.get(dispatch.class_key)
-        models = () if cls is None else cls.requirements.models
-        warm = warmed(worker.live, models, dispatch.workflow_hash)
-        await context.fleet.record_run(worker_id, seconds, warm)
 
 
 def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, ...]:

@@ -94,6 +94,25 @@ def files_of(node: Node) -> tuple[set[str], set[str]]:
     return models, files
 
 
+def loaders_and_samplers(graph: Mapping[str, Any]) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
+    """By node, the model files that it names; and the nodes that sample. Of a graph that was checked before."""
+    loaders: dict[str, frozenset[str]] = {}
+    samplers: set[str] = set()
+    for node_id, node in graph.items():
+        inputs = (msgspec.json.decode(node) if isinstance(node, msgspec.Raw) else node).get("inputs") or {}
+        if "latent_image" in inputs:
+            samplers.add(node_id)
+        models = {
+            text.replace("\\", "/")
+            for name, value in inputs.items()
+            for text in texts_within(value)
+            if len(text) <= MAX_FILE_NAME and names_model_file(name, text)
+        }
+        if models:
+            loaders[node_id] = frozenset(models)
+    return loaders, frozenset(samplers)
+
+
 def asks_for_seed(node: Node) -> bool:
     """Whether one of its seeds is -1, which asks for a random one."""
     return any(_asks_for_chance(node.inputs.get(name)) for name in SEED_INPUTS)

@@ -1,8 +1,8 @@
 """One matching pass: it assigns the idle slots of a process to waiting jobs, and scores the pairs.
 
 The result is a maximum matching that never trades a higher priority for a lower one. Feasibility, blocks and caps are
-decided before. A score only orders pairs of equal priority, preference, warmth and selectivity. Live values count only
-here.
+decided before, and `scheduling.py` decides what is due and what is left to others. A score only orders the slots of a
+job. Live values count only here.
 """
 
 from __future__ import annotations
@@ -13,31 +13,35 @@ from operator import attrgetter
 
 import msgspec
 
-from comfyfleet.model.ids import JobId, WorkflowHash
+from comfyfleet.model.ids import JobId
 from comfyfleet.model.requirement import COST_TIERS, Preferences, RequirementClass
-from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
+from comfyfleet.model.worker import Capabilities, WorkerRecord
 from comfyfleet.policy.feasibility import collect_aliases, has_model, normal_model
 from comfyfleet.policy.rules import Weights
 
-RankKey = tuple[bool, bool, int, int, float, float, int]
+RankKey = tuple[bool, bool, bool, int, int, float, int]
+SlotKey = tuple[float, ...]
 
 
 def rank_key(
     *,
-    is_overdue: bool,
-    is_preferred: bool,
-    warmth: int,
-    selectivity: int,
-    score: float,
+    is_due: bool,
+    is_preferred: bool = False,
+    is_cold: bool = False,
+    copies: int = 0,
+    selectivity: int = 0,
     virtual_time: float = 0.0,
     sequence: int,
 ) -> RankKey:
-    """The order of pairs of equal priority; smaller is earlier.
+    """The order of jobs of equal priority; smaller is earlier.
 
-    An overdue job comes first, so that it cannot starve. Then come preference, a warm worker, the class with the fewest
-    compatible workers, the score, the least served tenant, and the place in the queue.
+    Jobs that are due come first, the oldest of the least served tenant before the others. Then come jobs for a worker
+    that they prefer, jobs for a worker that has their models loaded, those whose models the fewest workers have loaded,
+    those of the class with the fewest compatible workers, the least served tenant, and the place in the queue.
     """
-    return (not is_overdue, not is_preferred, -warmth, selectivity, -score, virtual_time, sequence)
+    if is_due:
+        return (False, False, False, 0, 0, virtual_time, sequence)
+    return (True, not is_preferred, is_cold, copies if is_cold else 0, selectivity, virtual_time, sequence)
 
 
 class WaitingJob(msgspec.Struct, frozen=True):
@@ -46,20 +50,27 @@ class WaitingJob(msgspec.Struct, frozen=True):
     job_id: JobId
     priority: int
     rank: RankKey
-    """Its order among jobs of equal priority: its best rank with any slot."""
+    """Its order among jobs of equal priority."""
     slots: tuple[str, ...]
     """The idle slots it may take, best first. Jobs of one lane should share the tuple, which makes a pass cheap."""
-
-    @classmethod
-    def ranked(cls, job_id: JobId, priority: int, ranks: Mapping[str, RankKey]) -> WaitingJob:
-        """Build a job from the rank of each slot. Of equal slots the first one wins."""
-        slots = tuple(sorted(ranks, key=ranks.__getitem__))
-        assert slots, "a job without a possible slot takes no part in a matching pass"
-        return cls(job_id, priority, ranks[slots[0]], slots)
 
     @property
     def order(self) -> tuple[int, RankKey]:
         return (-self.priority, self.rank)
+
+
+def slot_key(
+    *, is_preferred: bool, is_cold: bool, cost: int, ran_it_last: bool, score: float, wants_score: bool
+) -> SlotKey:
+    """The order of the slots that a job may take; smaller is better.
+
+    Preferred workers come first. Then what the job costs there in time, then a worker that ran the same workflow last,
+    then the score. `wants_score`: the job itself prefers a quality, a region or a cost tier, which counts more than
+    time, unless models have to be loaded for it.
+    """
+    if wants_score:
+        return (not is_preferred, is_cold, -score, cost, not ran_it_last)
+    return (not is_preferred, cost, not ran_it_last, -score)
 
 
 def assign(jobs: Sequence[WaitingJob]) -> dict[str, JobId]:
@@ -169,16 +180,6 @@ def score(
         + weights.cost * _cheapness(preferences, capabilities)
         + weights.load * (1.0 - min(1.0, max(0.0, load)))
     )
-
-
-def warmth(cls: RequirementClass, workflow_hash: WorkflowHash, live: LiveState) -> int:
-    """2: all required models are loaded. 1: the worker ran the same workflow last. 0: cold."""
-    needed = cls.requirements.models
-    if needed and live.loaded_models:
-        loaded = live.loaded_models | collect_aliases(live.loaded_models)
-        if all(normal_model(name) in loaded for name in needed):
-            return 2
-    return 1 if live.last_workflow == workflow_hash else 0
 
 
 def _spare_memory(cls: RequirementClass, worker: WorkerRecord) -> float:

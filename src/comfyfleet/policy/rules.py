@@ -67,9 +67,13 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # matching
     window_lanes: int = 32
     quantum_s: float = 30.0
-    """Tenants whose virtual times differ by less count as equal, so that warmth and score decide."""
+    """Tenants whose virtual times differ by less count as equal, so that loaded models decide."""
     charge_s: float = DEFAULT_CHARGE_S
     affinity_wait_s: float = 3.0
+    """How long a job waits for a worker that it prefers."""
+    patience: float = 2.0
+    """How much later than first come, first served a job may start so that workers keep their models, in load times of
+    its own models. 0: first come, first served."""
     bigger_card_wait_s: float = 60.0
     """After out of memory a job needs a bigger GPU. So often policy checks that there still is one."""
     weights: Weights = Weights()
@@ -143,6 +147,8 @@ def problem_of(rules: Rules) -> tuple[str, str] | None:
         )
     if not rules.unrunnable_after > 0:
         return "unrunnable_after", "must be more than 0 seconds"
+    if not rules.patience >= 0:
+        return "patience", "must be 0 or more"
     if not rules.max_attempts >= 1:
         return "max_attempts", "must be at least 1"
     return None

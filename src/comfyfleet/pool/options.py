@@ -123,6 +123,7 @@ POOL: Rulebook = {
     "execution_start_timeout": _LIMIT,
     "node_execution_timeout": _LIMIT,
     "affinity_wait": _DURATION,
+    "patience": _Rule(lambda value: _is_number(value) and value >= 0, "a finite number that is not negative"),
     "health_check_interval": _DURATION,
     "reconnection_grace": _DURATION,
     "slots": _COUNT,

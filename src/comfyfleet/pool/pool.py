@@ -88,6 +88,7 @@ class WorkflowPool:
         execution_start_timeout: Seconds | None = 600,
         node_execution_timeout: Seconds | None = 600,
         affinity_wait: Seconds = 3,
+        patience: float = 2,
         health_check_interval: Seconds = 10,
         reconnection_grace: Seconds = 5,
         slots: int = 1,
@@ -109,6 +110,7 @@ class WorkflowPool:
             start_timeout_s=seconds(execution_start_timeout),
             stall_timeout_s=seconds(node_execution_timeout),
             affinity_wait_s=seconds(affinity_wait) or 0.0,
+            patience=patience,
         )
         if (problem := problem_of(changed)) is not None:
             raise Refusal(RefusalCode.INVALID_REQUEST, f"the rule {problem[0]} is not valid: it {problem[1]}")
