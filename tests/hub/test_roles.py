@@ -208,7 +208,7 @@ def test_every_route_that_names_a_job_or_a_file_is_asked_for_with_a_wrong_tenant
     }
     jobs = ("/api/jobs", "/jobs", "/api/ai-jobs")
     # They make something, and of whose it becomes the key decides; or they answer with what they were sent.
-    making = (*jobs, *(f"{path}/batch" for path in jobs), "/api/files", "/api/workflows/convert")
+    making = (*jobs, *(f"{path}/batch" for path in jobs), "/api/files", "/api/workflows/convert", "/api/jobs/quote")
     # test_webhooks.py and test_changing_webhooks.py try these with the keys of another tenant.
     elsewhere = {
         "POST /api/webhooks",

@@ -7,12 +7,13 @@ import msgspec
 from comfyfleet.model.ids import WorkflowHash
 
 
-class JobEstimate(msgspec.Struct, frozen=True, omit_defaults=True):
+class JobEstimate(msgspec.Struct, frozen=True):
     """When an open job is expected to start and to end."""
 
     starts_at: float
-    """Of a running job: when it was leased."""
+    """When it is expected to start, in seconds since 1970. Of a running job: when it was leased."""
     ends_at: float
+    """When it is expected to end, in seconds since 1970."""
     is_rough: bool = False
     """A guess: its workflow has run fewer than five times there, it is further back than the forecast reaches, or it
     takes longer than expected."""
@@ -22,17 +23,22 @@ class Range(msgspec.Struct, frozen=True):
     """An expected value, and between which values it usually is."""
 
     expected: float
+    """The most likely value."""
     low: float
+    """It is seldom less."""
     high: float
+    """It is seldom more."""
 
 
 class CreditRange(msgspec.Struct, frozen=True):
     """What a job is expected to cost, and the least and the most that it can cost."""
 
     expected: int
+    """The most likely cost."""
     low: int
+    """The job costs at least so much."""
     high: int
-    """So much is held while the job is open."""
+    """The job costs at most so much, which is held while it is open."""
 
 
 class Quote(msgspec.Struct, frozen=True, omit_defaults=True):

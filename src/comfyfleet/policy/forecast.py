@@ -11,12 +11,14 @@ from heapq import heapify, heappop, heappush
 from math import floor, inf
 from typing import NamedTuple
 
-from comfyfleet.model.ids import TenantId, WorkflowHash
+from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 from comfyfleet.policy.demand import ModelSet
 from comfyfleet.policy.scheduling import EPSILON_S, Estimates, displaced, missing, reload_chance
 
 MAX_STARTS = 512
 """The play starts at most so many jobs."""
+MAX_LANES = 64
+"""The play has the first so many lanes; the jobs of others are reckoned from the pace."""
 MAX_LOOKS = 4 * MAX_STARTS
 """A slot that leaves everything to others looks again, and all looks together are bounded."""
 
@@ -67,6 +69,7 @@ class LaneAhead(NamedTuple):
 
 
 class SlotAhead(NamedTuple):
+    worker_id: WorkerId
     worker_class: str
     loaded: ModelSet
     takes: frozenset[int]
@@ -80,6 +83,7 @@ class Situation(NamedTuple):
 
     now: float
     lanes: Sequence[LaneAhead]
+    """In the order of their first jobs, by priority and age."""
     slots: Sequence[SlotAhead]
     patience: float
     quantum_s: float = inf
@@ -92,6 +96,7 @@ class ExpectedRun(NamedTuple):
     starts_at: float
     load_s: float
     run_s: float
+    worker_id: WorkerId
     worker_class: str
     is_extrapolated: bool = False
 
@@ -105,32 +110,34 @@ class Forecast:
 
     def __init__(
         self,
-        lanes: Sequence[LaneAhead],
+        situation: Situation,
+        estimates: Estimates,
         runs: Sequence[Sequence[ExpectedRun]],
         played_until: float,
         pace_s: float,
     ) -> None:
-        self._lanes = lanes
+        self._situation = situation
+        self._estimates = estimates
+        self._lanes = situation.lanes
         self._runs = runs
         self._played_until = played_until
         self._pace_s = pace_s
-        self._left = [
-            0 if not played else lane.waiting - len(played)
-            for lane, played in zip(lanes, runs, strict=True)
-        ]
 
     def run_at(self, lane: int, index: float) -> ExpectedRun | None:
         """The run of the job before which so many jobs of its lane wait. None: no slot takes jobs of the lane."""
         played = self._runs[lane]
         if index < len(played):
             return played[floor(index + EPSILON_S)]
-        if not played and self._pace_s == inf:
+        slot = next((slot for slot in self._situation.slots if lane in slot.takes), None)
+        if slot is None or self._pace_s == inf:
             return None
-        ahead = self._ahead(lane, index)
-        starts_at = self._played_until + (ahead + 1) * self._pace_s
-        if not played:
-            return None if starts_at == inf else ExpectedRun(starts_at, 0.0, 0.0, "", True)
-        return played[-1]._replace(starts_at=max(starts_at, played[-1].starts_at), is_extrapolated=True)
+        starts_at = self._played_until + (self._ahead(lane, index) + 1) * self._pace_s
+        if played:
+            last = played[-1]
+            return last._replace(starts_at=max(starts_at, last.starts_at), is_extrapolated=True)
+        workflow_hash = self._lanes[lane].workflow_hash
+        run_s = self._estimates.run_s(workflow_hash, slot.worker_class)
+        return ExpectedRun(starts_at, 0.0, run_s, slot.worker_id, slot.worker_class, True)
 
     def _ahead(self, number: int, index: float) -> float:
         """How many of the jobs that were not played go before it, by priority and age."""
@@ -158,10 +165,11 @@ class _Offer(NamedTuple):
 
 
 class _Slot:
-    __slots__ = ("loaded", "number", "takes", "worker_class")
+    __slots__ = ("loaded", "number", "takes", "worker_class", "worker_id")
 
-    def __init__(self, number: int, worker_class: str, loaded: int, takes: _Takes) -> None:
-        self.number, self.worker_class, self.loaded, self.takes = number, worker_class, loaded, takes
+    def __init__(self, number: int, slot: SlotAhead, loaded: int, takes: _Takes) -> None:
+        self.number, self.loaded, self.takes = number, loaded, takes
+        self.worker_id, self.worker_class = slot.worker_id, slot.worker_class
 
 
 class _Takes:
@@ -171,7 +179,7 @@ class _Takes:
 
     def __init__(self, lanes: Sequence[LaneAhead], takes: frozenset[int]) -> None:
         levels: dict[int, list[int]] = {}
-        for number in sorted(takes):
+        for number in sorted(each for each in takes if each < MAX_LANES):
             levels.setdefault(lanes[number].priority, []).append(number)
         self._levels = [levels[each] for each in sorted(levels, reverse=True)]
         self._warm: dict[tuple[int, int], list[int]] = {}
@@ -203,14 +211,14 @@ class _Play:
     def __init__(self, situation: Situation, estimates: Estimates) -> None:
         self._situation = situation
         self._estimates = estimates
-        self._lanes = lanes = situation.lanes
+        self._lanes = lanes = situation.lanes[:MAX_LANES]
         self._left = [lane.waiting for lane in lanes]
         self._emptied = 0
         self._ranks = [(lane.selectivity, lane.oldest.sequence) for lane in lanes]
         """The order of the lanes by their first jobs, where no tenant has a fair share."""
         self._due = [self._due_at(lane, 0) for lane in lanes]
         self._next_due = min(self._due, default=inf)
-        self._runs: list[list[ExpectedRun]] = [[] for _ in lanes]
+        self._runs: list[list[ExpectedRun]] = [[] for _ in situation.lanes]
         self._times = {tenant: time for tenant, (time, _) in situation.virtual_times.items()}
         self._sets: list[ModelSet] = []
         numbers: dict[ModelSet, int] = {}
@@ -268,14 +276,15 @@ class _Play:
             elif again_at < inf:
                 parked.setdefault(kind, [])
                 heappush(heap, (again_at, 2, number, slot))
-        return Forecast(self._lanes, self._runs, max(begun, default=now), self._pace(begun))
+        until, pace_s = max(begun, default=now), self._pace(begun)
+        return Forecast(self._situation, self._estimates, self._runs, until, pace_s)
 
     def _slots(self) -> list[tuple[float, int, int, _Slot]]:
         now, heap, alike = self._situation.now, [], dict[frozenset[int], _Takes]()
         for number, each in enumerate(self._situation.slots):
             if (takes := alike.get(each.takes)) is None:
                 takes = alike[each.takes] = _Takes(self._lanes, each.takes)
-            slot = _Slot(number, each.worker_class, self._set_numbers[each.loaded], takes)
+            slot = _Slot(number, each, self._set_numbers[each.loaded], takes)
             self._slots_with[slot.loaded] += 1
             if each.free_at > now:
                 self._busy[slot.loaded][number] = each.free_at
@@ -378,7 +387,7 @@ class _Play:
     def _start(self, number: int, at: float, slot: _Slot) -> float:
         """Starts the lane's first job and returns when it ends."""
         lane, offer, runs = self._lanes[number], self._offer(number, slot), self._runs[number]
-        run = ExpectedRun(at, offer.load_s, offer.run_s, slot.worker_class)
+        run = ExpectedRun(at, offer.load_s, offer.run_s, slot.worker_id, slot.worker_class)
         runs.append(run)
         was_due = self._due[number]
         if len(runs) < lane.waiting:

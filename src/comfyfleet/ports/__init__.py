@@ -25,8 +25,8 @@ from comfyfleet.ports.queue import JobTransfer as JobTransfer
 from comfyfleet.ports.queue import LaneBacklog as LaneBacklog
 from comfyfleet.ports.queue import LeaseState as LeaseState
 from comfyfleet.ports.queue import Peek as Peek
-from comfyfleet.ports.queue import QueueReader as QueueReader
 from comfyfleet.ports.queue import QueuePlace as QueuePlace
+from comfyfleet.ports.queue import QueueReader as QueueReader
 from comfyfleet.ports.queue import Store as Store
 from comfyfleet.ports.queue import TransferableStore as TransferableStore
 from comfyfleet.ports.records import RecordQuery as RecordQuery

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from comfyfleet.model.calls import Explanation, Release
 from comfyfleet.model.errors import RefusalCode
+from comfyfleet.model.estimate import Quote
 from comfyfleet.wire import answers, bodies, keys, progress, worker
 from comfyfleet.wire.admin_routes import CREDITS, FILES, HUB, KEYS, TENANTS, WEBHOOKS
 from comfyfleet.wire.route import (
@@ -70,6 +71,18 @@ JOBS = tagged(
         max_bytes=LARGE_BYTES,
         in_parts=True,
         headers=("Idempotency-Key",),
+    ),
+    post_route(
+        "quote_job",
+        "/api/jobs/quote",
+        "Quote a job before it is submitted: expected start, end, duration and cost. Takes the body of a submission",
+        CALLERS,
+        Quote,
+        body=bodies.SubmitBody,
+        max_bytes=LARGE_BYTES,
+        reads=bodies.RawSubmitBody,
+        only_reads=True,
+        refuses=(RefusalCode.INVALID_WORKFLOW, RefusalCode.UNWORKABLE),
     ),
     post_route(
         "convert",

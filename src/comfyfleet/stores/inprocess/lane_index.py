@@ -153,7 +153,9 @@ class LaneIndex:
 
     def waiting_lanes(self, limit: int) -> list[tuple[LaneKey, int, int, int]]:
         """By descending priority: the lane, how many jobs wait in it, its first and its last sequence number."""
-        lanes = (lane for priority in sorted(self._lanes_at, reverse=True) for lane in self._lanes_at[priority])
+        lanes = (
+            lane for priority in sorted(self._lanes_at, reverse=True) for lane in self._lanes_at[priority]
+        )
         return [(lane.key, len(lane), lane.first, lane.items[-1]) for lane in islice(lanes, limit)]
 
     def position(self, key: LaneKey, sequence: int) -> int:

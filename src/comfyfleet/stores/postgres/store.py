@@ -435,11 +435,11 @@ class PostgresStore:
 
     async def waiting_lanes(self, limit: int) -> list[LaneBacklog]:
         found = []
-        for *lane, waiting, first, first_at, first_place, last, last_at, last_place in await self._pool.fetch(
+        for *lane, jobs, first, first_at, first_place, last, last_at, last_place in await self._pool.fetch(
             _WAITING_LANES, (limit,)
         ):
             oldest, newest = QueuePlace(first, first_at, first_place), QueuePlace(last, last_at, last_place)
-            found.append(LaneBacklog(LaneKey(*lane), max(1, waiting), oldest, newest))
+            found.append(LaneBacklog(LaneKey(*lane), max(1, jobs), oldest, newest))
         return found
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
