@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from _model_fleet import Model, ModelFleet
+from tests.engine._model_fleet import Model, ModelFleet
 
 from comfyfleet.model.ids import JobId
 from comfyfleet.policy.quotes import KNOWN_AFTER_RUNS

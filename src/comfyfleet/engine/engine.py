@@ -9,6 +9,7 @@ from types import TracebackType
 
 import msgspec
 
+from comfyfleet.engine.capacity import Capacity
 from comfyfleet.engine.commands import CommandQueue
 from comfyfleet.engine.context import AdmissionControl, EngineContext
 from comfyfleet.engine.dependencies import Dependencies
@@ -139,6 +140,7 @@ class Engine:
         self.submit = self._submitter.submit
         self.quote = Quotes(self._context, self._submitter, self._forecasts).quote
         self.estimates = self._forecasts.of
+        self.capacity = Capacity(self._context).report
         self.repeat_of = self._submitter.repeat_of
         self.holder_of = self._submitter.holder_of
         self.convert = self._nodes.convert

@@ -7,6 +7,7 @@ roles are generated from `ROUTES`. The hub binds a handler to each name.
 from __future__ import annotations
 
 from comfyfleet.model.calls import Explanation, Release
+from comfyfleet.model.capacity import CapacityReport
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.model.estimate import Quote
 from comfyfleet.wire import answers, bodies, keys, progress, worker
@@ -224,6 +225,14 @@ JOBS = tagged(
 QUEUE = tagged(
     "queue",
     get_route("stats", "/api/stats", "Count waiting, running and ended jobs", JOB_READERS, answers.StatsBody),
+    get_route(
+        "capacity",
+        "/api/capacity",
+        "Tell how much work waits, and how many more workers would do it within `within` seconds",
+        FLEET_VIEWERS,
+        CapacityReport,
+        query=bodies.CapacityQuery,
+    ),
     post_route(
         "pause_queue",
         "/api/queue/pause",
