@@ -280,7 +280,7 @@ class WorkflowPool:
         requirements: Requirements | None = None,
         preferences: Preferences | None = None,
     ) -> Quote:
-        """When a job would start and end, and how long it would run, as far as earlier runs tell. Nothing is submitted."""
+        """When a job would start and end, and how long it would run. Nothing is submitted."""
         self._must_be_open()
         graph = read_workflow(workflow)
         return await self._engine.quote(
