@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
+import msgspec
+
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.ids import JobId, PollId, WorkerId
@@ -105,7 +107,7 @@ class ModelFleet:
         self._events: list[tuple[float, int, Any]] = []
         self._parked: dict[str, asyncio.Task[LeasedJob | None]] = {}
         self._made = [
-            Engine(self.store, rules=self.rules, clock=self.clock, rng=SeededRandom(number))
+            Engine(self.store, rules=patient(self.rules), clock=self.clock, rng=SeededRandom(number))
             for number in range(self.engines)
         ]
 
@@ -184,7 +186,8 @@ class ModelFleet:
                 seconds = 1.0 / server.speed
             self.loads += run.is_cold
             if not server.hangs:
-                self.at(self.clock.now() + seconds, (server, leased, seconds, load_s))
+                spent = load_s if run.is_cold else None
+                self.at(self.clock.now() + seconds, (server, leased, seconds, spent))
 
     def at(self, when: float, event: Any) -> None:
         heappush(self._events, (when, next(self._numbers), event))
@@ -204,49 +207,68 @@ class ModelFleet:
         for server in self.servers:
             self.park(server)
         await self.settle()
-        await self.advance(1e6)
+        await self.finish()
         assert len(self.order) == len(jobs), "every job is run"
 
     async def advance(self, seconds: float) -> None:
         until = self.clock.now() + seconds
-        while True:
-            upcoming = self._events[0][0] if self._events else float("inf")
-            if upcoming > until or (not self._events and not self._waits()):
-                break
-            await self._wind_to(upcoming)
-            while self._events and self._events[0][0] <= self.clock.now() + 1e-9:
-                _, _, event = heappop(self._events)
-                if isinstance(event, Model):
-                    await self.submit(event)
-                else:
-                    await self._complete(*event)
-            await self.settle()
-        if self._waits():
-            await self._wind_to(until)
+        while self.clock.now() < until:
+            if self._events and self._events[0][0] <= until:
+                await self._next()
+            else:
+                await self._wind_to(until)
+
+    async def finish(self) -> None:
+        """Until every job has ended."""
+        while self._events or self._waits():
+            assert self._events or self.clock.now() < self._began + 1e5, "somebody waits for ever"
+            if self._events:
+                await self._next()
+            else:
+                await self.advance(1.0)
+
+    async def _next(self) -> None:
+        """Until the next event, whichever that is by then."""
+        while self.clock.now() < self._events[0][0]:
+            await self._wind_to(self._events[0][0])
+        while self._events and self._events[0][0] <= self.clock.now() + 1e-9:
+            _, _, event = heappop(self._events)
+            if isinstance(event, Model):
+                await self.submit(event)
+            else:
+                await self._complete(*event)
+        await self.settle()
 
     def _waits(self) -> bool:
         return any(not run.server for run in self.runs.values())
 
     async def _wind_to(self, when: float) -> None:
-        """Stops at each answer: timers of the engine may start jobs on the way."""
+        """Stops when a server starts a job: timers of the engine may do that on the way."""
         while self.clock.now() < when:
-            step = min(when, self.clock.now() + 0.05 if self._waits() and self._parked else when)
-            await self.clock.advance(step - self.clock.now())
+            step = self.clock.now() + 0.05 if self._waits() and self._parked else when
+            await self.clock.advance(min(when, step) - self.clock.now())
             if any(task.done() for task in self._parked.values()):
                 await self.settle()
-                when = min(when, self._events[0][0] if self._events else when)
+                return
 
-    async def _complete(self, server: Server, leased: LeasedJob, seconds: float, load_s: float) -> None:
+    async def _complete(
+        self, server: Server, leased: LeasedJob, seconds: float, load_s: float | None
+    ) -> None:
         now = self.clock.now()
-        loader = (NodeTiming("1", now - seconds, load_s),) if load_s else ()
-        timings = (*loader, NodeTiming("2", now, seconds - load_s), NodeTiming("3", now, 0.0))
-        result = JobResult(timings=timings, cached_nodes=() if load_s else ("1",))
+        loader = () if load_s is None else (NodeTiming("1", now - seconds, load_s),)
+        timings = (*loader, NodeTiming("2", now, seconds - (load_s or 0.0)), NodeTiming("3", now, 0.0))
+        result = JobResult(timings=timings, cached_nodes=("1",) if load_s is None else ())
         assert server.engine is not None
         self.runs[leased.job_id].ended_at = now
         await server.engine.complete(
             Completion(leased.ref, result if self.reports_timings else JobResult(), seconds)
         )
         self.park(server)
+
+
+def patient(rules: Rules) -> Rules:
+    """These servers send no heartbeats while they run."""
+    return msgspec.structs.replace(rules, lease_ttl_s=1e6, worker_lost_s=1e9)
 
 
 def servers(count: int, **options: Any) -> list[Server]:

@@ -80,7 +80,8 @@ async def test_a_quiet_tenant_beside_fifty_thousand_jobs_has_its_own_done_in_at_
     alone, beside = await bursts_beside(0), await bursts_beside(50_000)
     assert len(alone) == len(beside) == 20
     assert sum(beside) <= 2 * sum(alone)
-    assert max(beside) <= 2 * max(alone)
+    # One job of the other tenant runs when they come.
+    assert max(beside) <= 2 * max(alone) + 1.0
 
 
 async def test_a_round_of_many_slots_gives_each_tenant_its_part_of_them() -> None:

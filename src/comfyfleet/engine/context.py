@@ -245,6 +245,7 @@ class EngineContext:
         self._workflow_stats.pop(stats.workflow_hash, None)
         self._workflow_stats[stats.workflow_hash] = stats
         self._up_to_date.add(stats.workflow_hash)
+        self.estimates.stats_changed(stats.workflow_hash)
         if len(self._workflow_stats) > _MAX_WORKFLOW_STATS:
             oldest = next(iter(self._workflow_stats))
             del self._workflow_stats[oldest]

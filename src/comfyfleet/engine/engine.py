@@ -52,6 +52,7 @@ from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
 from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.scheduling import WaitReason
 from comfyfleet.policy.workflow_stats import expected_s
 from comfyfleet.ports import Bus, Clock, QueueReader, RandomSource, Store
 
@@ -278,6 +279,10 @@ class Engine:
     def on_write(self, callback: Callable[[WriteResult], None]) -> None:
         """Calls `callback` after each write of this engine."""
         self._context.on_write = callback
+
+    def why_left(self, dispatch: Dispatch) -> WaitReason | None:
+        """Why a waiting job is left to others although a slot is idle here. None: it is not."""
+        return self._matcher.left_to_others(dispatch.lane)
 
     @property
     def idle_slots(self) -> int:

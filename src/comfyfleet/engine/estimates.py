@@ -13,7 +13,14 @@ from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 from comfyfleet.policy.demand import DemandTracker, ModelSet, RequestKind, Share
-from comfyfleet.policy.run_lessons import ANY_MODELS, DEFAULT_LOAD_S, DEFAULT_RUN_S, RunLesson, load_key
+from comfyfleet.policy.run_lessons import (
+    ANY_MODELS,
+    DEFAULT_LOAD_S,
+    DEFAULT_RUN_S,
+    RunLesson,
+    is_load_key,
+    load_key,
+)
 from comfyfleet.policy.workflow_stats import expected_s, of_run
 from comfyfleet.ports import Clock
 
@@ -43,6 +50,8 @@ class TimeEstimates:
         self._counted: dict[JobId, None] = {}
         self._typical: dict[str, float] = {}
         """The mean run of all workflows by worker class, for workflows that never ran."""
+        self._loads: dict[tuple[ModelSet, str], float] = {}
+        """Load times that were looked up, until one of them changes."""
         self.lessons = 0
         """How many runs taught something: figures derived from estimates are outdated after that."""
 
@@ -60,16 +69,32 @@ class TimeEstimates:
     def load_s(self, models: ModelSet, worker_class: str) -> float:
         if not models:
             return 0.0
+        known = self._loads.get((models, worker_class))
+        if known is None:
+            if len(self._loads) >= _MAX_READ:
+                self._loads.clear()
+            known = self._loads[models, worker_class] = self._find_load_s(models, worker_class)
+        return known
+
+    def _find_load_s(self, models: ModelSet, worker_class: str) -> float:
         these, every = self._known(_key_of(models)), self._known(ANY_MODELS)
         for stats in (these, every):
             if stats is not None and worker_class in stats.durations:
                 return stats.durations[worker_class].mean_s
-        return expected_s(these, worker_class) or expected_s(every, worker_class) or DEFAULT_LOAD_S
+        # The same models on other cards, then any models on any card.
+        for stats in (these, every):
+            if (known := expected_s(stats, worker_class)) is not None:
+                return known
+        return DEFAULT_LOAD_S
 
     def gap_s(self, models: ModelSet) -> float:
         return self._demand.gap_s(models, self._clock.now())
 
     # the copy
+
+    def stats_changed(self, workflow_hash: WorkflowHash) -> None:
+        if is_load_key(workflow_hash):
+            self._loads.clear()
 
     async def read(self, kinds: Iterable[RequestKind]) -> None:
         """Reads what the store knows about these, unless that was done lately."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from math import inf
 
 from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.pass_ranking import ParkedPoll, PassRanking, Plan, Seen, lane_lengths
@@ -13,6 +14,7 @@ from comfyfleet.model.dispatch import Candidate
 from comfyfleet.model.ids import PollId, ProfileKey, WorkerId
 from comfyfleet.policy.demand import RequestKind
 from comfyfleet.policy.failover import SmartFailover
+from comfyfleet.policy.scheduling import missing
 from comfyfleet.ports import Peek
 
 _MAX_LOOKS = 8
@@ -42,6 +44,8 @@ class MatchingWindow:
         await self._know_classes(seen)
         if not seen.jobs:
             return None
+        if len(slots) == 1 == len(seen.jobs) and (plan := self._only(seen)) is not None:
+            return plan
         models = self._models(seen)
         if not models:
             return PassRanking(self._context, seen, len(slots), now, models, self._parked).plan()
@@ -66,6 +70,16 @@ class MatchingWindow:
             models = self._models(seen)
             await self._read_estimates(seen)
         return plan
+
+    def _only(self, seen: Seen) -> Plan | None:
+        """One job for one slot, with nothing to load: there is nothing to compare."""
+        outlook, slot = self._context.outlook, seen.groups[0][0]
+        worker = self._context.fleet.workers.get(slot.worker_id)
+        ((job_id, candidate),) = seen.jobs.items()
+        models = outlook.models_of(candidate.lane.class_key)
+        if worker is None or (models and missing(models, outlook.kind_of(worker).loaded)):
+            return None
+        return Plan({slot.poll_id: job_id}, seen.jobs, False, {}, inf)
 
     async def _peek(
         self,

@@ -19,7 +19,7 @@ from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, WorkerId
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
 from comfyfleet.policy.demand import ModelSet, RequestKind
-from comfyfleet.policy.feasibility import normal_model
+from comfyfleet.policy.feasibility import model_aliases, normal_model
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.scheduling import NO_MODELS, BusySlot, SlotKind, left_s, missing, pace
 from comfyfleet.ports import Clock, Store
@@ -32,6 +32,10 @@ _MAX_WARM = 32
 """So many classes with the same models are asked for by name."""
 _TABLE_S = 0.25
 """How old the table of live slots may be."""
+
+
+_PACE_NEWS = 8
+"""After so many requests and runs the pace is worked out again."""
 
 
 class Running(NamedTuple):
@@ -85,6 +89,8 @@ class FleetOutlook:
         self._estimates = estimates
         self._models: dict[ClassKey, ModelSet] = {}
         self._classes_with: dict[ModelSet, list[ClassKey]] = {}
+        self._sets_with: dict[str, list[ModelSet]] = {}
+        """Each set of models, by one of its models."""
         self._warm_classes: dict[ModelSet, frozenset[ClassKey]] = {}
         self._indexed = 0
         """So many classes of the fleet are in the tables above."""
@@ -97,7 +103,7 @@ class FleetOutlook:
         self._polled_at: dict[WorkerId, float] = {}
         self._kinds: dict[WorkerId, _Known] = {}
         self._live: tuple[float, LiveSlots] | None = None
-        self._pace: tuple[tuple[int, int, float], float] | None = None
+        self._pace: tuple[int, float, float] | None = None
         self._resumed_at = -inf
 
     # models
@@ -148,11 +154,13 @@ class FleetOutlook:
         for loaded in sets:
             known = self._warm_classes.get(loaded)
             if known is None:
+                names = loaded | model_aliases(loaded)
                 known = self._warm_classes[loaded] = frozenset(
                     key
-                    for models, keys in self._classes_with.items()
-                    if not missing(models, loaded)
-                    for key in keys[-_MAX_WARM:]
+                    for name in names
+                    for models in self._sets_with.get(name, ())
+                    if models <= names
+                    for key in self._classes_with[models][-_MAX_WARM:]
                 )
             found |= known
         return frozenset(found)
@@ -165,9 +173,15 @@ class FleetOutlook:
         if len(classes) < self._indexed:
             self._indexed = 0
             self._classes_with.clear()
+            self._sets_with.clear()
         for key in islice(classes, self._indexed, None):
-            if models := self.models_of(key):
-                self._classes_with.setdefault(models, []).append(key)
+            if not (models := self.models_of(key)):
+                continue
+            if models not in self._classes_with:
+                # Many sets have the same checkpoint, so each is found by its rarest model.
+                rarest = min(models, key=lambda name: len(self._sets_with.get(name, ())))
+                self._sets_with.setdefault(rarest, []).append(models)
+            self._classes_with.setdefault(models, []).append(key)
         self._indexed = len(classes)
         self._warm_classes.clear()
 
@@ -341,8 +355,13 @@ class FleetOutlook:
 
     def pace(self) -> float:
         """The seconds in which first come, first served moves the queue on by one job."""
-        estimates, live = self._estimates, self.live()
-        made_from = (estimates.requests, estimates.lessons, 0.0 if self._live is None else self._live[0])
-        if self._pace is None or self._pace[0] != made_from:
-            self._pace = (made_from, pace(live.by_class, estimates.shares(), estimates))
-        return self._pace[1]
+        estimates, at = self._estimates, self._clock.monotonic()
+        events = estimates.requests + estimates.lessons
+        if self._pace is not None:
+            known_at, made_at, known = self._pace
+            news = events - known_at
+            # The first lessons count at once. Later each changes little.
+            if at < made_at + self._rules.round_s and (not news or news < min(_PACE_NEWS, events // 16)):
+                return known
+        self._pace = (events, at, pace(self.live().by_class, estimates.shares(), estimates))
+        return self._pace[2]

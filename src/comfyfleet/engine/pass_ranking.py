@@ -6,16 +6,17 @@ lane differ only in age, and slots of a kind are equal for all times, so both ar
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 from math import inf
 from typing import NamedTuple
 
 from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.start_times import start_times
 from comfyfleet.model.block import Pair, tenant_target
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
+from comfyfleet.model.ids import JobId, PollId, ProfileKey, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.policy.assignment import RankKey, SlotKey, WaitingJob, assign, rank_key, score, slot_key
 from comfyfleet.policy.demand import ModelSet
@@ -30,13 +31,11 @@ from comfyfleet.policy.scheduling import (
     WaitReason,
     cost_step,
     faster,
-    fifo_starts,
     is_left_to_others,
     look_again_at,
     missing,
     offer_of,
     rivals_of,
-    start_by,
     wait_reason,
 )
 from comfyfleet.policy.workflow_stats import expected_s
@@ -138,19 +137,26 @@ class PassRanking:
         self._parked = parked
         self._blocked = blocked
         self._turns = _turns(seen.jobs, context)
-        self._start_by = self._starts()
+        self._start_by = start_times(context, seen.jobs, self._turns, now, has_models=has_models)
         self._ways: _Ways = {}
         self._left: dict[PollId, dict[LaneKey, WaitReason]] = {}
         self._usable: set[PollId] = set()
         """Slots that some job may take now."""
         self._left_backlogs: dict[_Key, Backlog] = {}
         self._offers: dict[tuple[_Key, LaneKey, SlotKind], tuple[Offer, WaitReason | None]] = {}
+        self._heads: dict[_Key, Candidate] = {}
+        self._lengths: Counter[_Key] = Counter()
+        self._groups: dict[_Key, _Group] = {}
+        self._busy: dict[SlotKind, list[BusySlot]] | None = None
+        self._counted_on: set[int] = set()
+        self._loaded: Mapping[ModelSet, int] | None = None
+        self._copies: dict[ModelSet, int] = {}
         if has_models:
-            self._loaded = context.outlook.loaded_sets()
-            self._copies: dict[ModelSet, int] = {}
-            self._groups = self._backlogs()
+            self._count_waiting()
 
     def plan(self) -> Plan:
+        if self._has_models and self._slots == 1:
+            return self._plan_one()
         jobs, withheld, cold_for = self._ranked()
         chosen = assign(jobs)
         is_partial = False
@@ -159,11 +165,45 @@ class PassRanking:
             for poll_id in dropped:
                 del chosen[poll_id]
             is_partial = bool(dropped) or bool(withheld.difference(chosen.values()))
-        look_at = inf
-        if self._left_backlogs:
-            rules = self._context.rules
-            look_at = look_again_at(self._left_backlogs.values(), self._now, rules.round_s)
-        return Plan(chosen, self._seen.jobs, is_partial, self._left, look_at)
+        return Plan(chosen, self._seen.jobs, is_partial, self._left, self._look_at())
+
+    def _plan_one(self) -> Plan:
+        """For a single slot: the first job in the order of ranks that is not left to others. The rest need no look."""
+        slot = next(each for group in self._seen.groups for each in group)
+        loaded, poll_id = self._kind(slot).loaded, slot.poll_id
+        ranks: list[tuple[int, RankKey, Candidate, bool]] = []
+        for each in self._seen.jobs.values():
+            models = self._context.outlook.models_of(each.lane.class_key)
+            is_cold = bool(models and missing(models, loaded))
+            is_preferred = slot.worker_id in self._preferred(each.lane)
+            rank = self._rank(each, is_preferred, is_cold)
+            ranks.append((-each.lane.priority, rank, each, is_cold and not is_preferred))
+        ranks.sort(key=lambda found: found[:2])
+        chosen: dict[str, JobId] = {}
+        for _, _, each, may_leave in ranks:
+            if may_leave and self._leaves(slot, each.lane):
+                continue
+            chosen[poll_id] = each.job_id
+            self._usable.add(poll_id)
+            self._left.clear()
+            break
+        return Plan(chosen, self._seen.jobs, False, self._left, self._look_at())
+
+    def _leaves(self, slot: ParkedPoll, lane: LaneKey) -> bool:
+        """Whether the slot leaves the lane to others."""
+        models = self._context.outlook.models_of(lane.class_key)
+        _, why = self._offered(lane, models, self._kind(slot))
+        if why is None:
+            return False
+        self._left.setdefault(slot.poll_id, {})[lane] = why
+        key = (lane.priority, models)
+        self._left_backlogs[key] = self._group(key).backlog
+        return True
+
+    def _look_at(self) -> float:
+        if not self._left_backlogs:
+            return inf
+        return look_again_at(self._left_backlogs.values(), self._now, self._context.rules.round_s)
 
     def hungry(self) -> frozenset[int]:
         """Groups with a slot that leaves to others whatever it has seen."""
@@ -173,87 +213,44 @@ class PassRanking:
             if any(slot.poll_id in self._left and slot.poll_id not in self._usable for slot in group)
         )
 
-    # the promise
-
-    def _starts(self) -> dict[JobId, float]:
-        """By when each job must go before others. Empty where only age decides, which is the usual case."""
-        context, jobs = self._context, self._seen.jobs
-        if not self._has_models:
-            classes = {each.lane.class_key for each in jobs.values()}
-            if len(classes) == 1 and not self._may_prefer(next(iter(classes))):
-                return {}
-            selectivity = context.fleet.selectivity
-            if len({selectivity(key) for key in classes}) == 1 and not any(map(self._may_prefer, classes)):
-                return {}
-        lines: defaultdict[tuple[int, TenantId | None], list[Candidate]] = defaultdict(list)
-        for each in jobs.values():
-            # Age does not order the jobs of tenants with fair shares.
-            lines[each.lane.priority, each.lane.tenant if each.weight else None].append(each)
-        pace_s, since = context.outlook.pace(), context.outlook.moving_since
-        patience, loads = context.rules.patience, self._slowest_loads()
-        starts: dict[JobId, float] = {}
-        for line in lines.values():
-            line.sort(key=lambda each: each.sequence)
-            fifo = fifo_starts([(max(each.queued_at, since), each.place) for each in line], pace_s)
-            for each, at in zip(line, fifo, strict=True):
-                starts[each.job_id] = start_by(at, patience, loads[each.lane.class_key])
-        return starts
-
-    def _may_prefer(self, class_key: ClassKey) -> bool:
-        return bool(self._context.fleet.classes[class_key].preferences.workers)
-
-    def _slowest_loads(self) -> dict[ClassKey, float]:
-        """By class, the time to load its models on the slowest worker class that may take it."""
-        context = self._context
-        live = context.outlook.live()
-        found: dict[ClassKey, float] = {}
-        for key in {each.lane.class_key for each in self._seen.jobs.values()}:
-            models = context.outlook.models_of(key)
-            kinds: set[str] = set()
-            if models:
-                for profile in context.fleet.profiles_for(key):
-                    kinds |= live.classes_of.get(profile, frozenset())
-            # The table of live slots may be older than a profile.
-            loads = (context.estimates.load_s(models, each) for each in kinds or live.by_class or ("",))
-            found[key] = max(loads, default=0.0)
-        return found
-
     def _is_due(self, job_id: JobId) -> bool:
         return self._start_by.get(job_id, inf) <= self._now + EPSILON_S
 
     # what is left to others
 
-    def _backlogs(self) -> dict[_Key, _Group]:
+    def _group(self, key: _Key) -> _Group:
         """The jobs that need the same models count as one, and so do their lanes."""
-        context = self._context
-        heads: dict[_Key, Candidate] = {}
-        lengths: Counter[_Key] = Counter()
-        for lane, count in lane_lengths(self._seen.jobs.values()).items():
-            if models := context.outlook.models_of(lane.class_key):
-                lengths[lane.priority, models] += count
-        for each in self._seen.jobs.values():
-            if models := context.outlook.models_of(each.lane.class_key):
-                head = heads.setdefault((each.lane.priority, models), each)
-                if each.sequence < head.sequence:
-                    heads[each.lane.priority, models] = each
-        busy = context.outlook.busy(self._parked)
-        wanted: defaultdict[int, list[ModelSet]] = defaultdict(list)
-        for priority, models in heads:
-            wanted[priority].append(models)
-        groups, counted_on = {}, set[int]()
-        for key, head in sorted(heads.items(), key=lambda each: each[1].sequence):
-            lane, starts = head.lane, self._start_by[head.job_id]
-            backlog = Backlog(key[1], lane.workflow_hash, lengths[key], starts)
-            may_take = partial(self._may_take, lane, frozenset(context.fleet.profiles_for(lane.class_key)))
-            warm, loose = rivals_of(backlog, busy, may_take, wanted[key[0]], context.estimates)
-            # A better card is good for one job.
-            loose = [each for each in loose if id(each.slot) not in counted_on]
-            groups[key] = _Group(backlog, warm, loose)
-            if loose:
-                counted_on |= self._counted_on(groups[key], lane)
-        return groups
+        known = self._groups.get(key)
+        if known is not None:
+            return known
+        context, head = self._context, self._heads[key]
+        if self._busy is None:
+            self._busy = context.outlook.busy(self._parked)
+        lane = head.lane
+        backlog = Backlog(key[1], lane.workflow_hash, self._lengths[key], self._start_by[head.job_id])
+        may_take = partial(self._may_take, lane, frozenset(context.fleet.profiles_for(lane.class_key)))
+        wanted = [models for priority, models in self._heads if priority == key[0]]
+        warm, loose = rivals_of(backlog, self._busy, may_take, wanted, context.estimates)
+        # A better card is good for one job.
+        loose = [each for each in loose if id(each.slot) not in self._counted_on]
+        group = self._groups[key] = _Group(backlog, warm, loose)
+        if loose:
+            self._counted_on |= self._better_cards(group, lane)
+        return group
 
-    def _counted_on(self, group: _Group, lane: LaneKey) -> set[int]:
+    def _count_waiting(self) -> None:
+        """The oldest job of each backlog, and how many wait."""
+        models_of = self._context.outlook.models_of
+        for lane, count in lane_lengths(self._seen.jobs.values()).items():
+            if models := models_of(lane.class_key):
+                self._lengths[lane.priority, models] += count
+        for each in self._seen.jobs.values():
+            if models := models_of(each.lane.class_key):
+                head = self._heads.setdefault((each.lane.priority, models), each)
+                if each.sequence < head.sequence:
+                    self._heads[each.lane.priority, models] = each
+
+    def _better_cards(self, group: _Group, lane: LaneKey) -> set[int]:
         """The better cards that a backlog is left to."""
         found: set[int] = set()
         for kind in {self._kind(slot) for slots in self._seen.groups for slot in slots}:
@@ -280,6 +277,8 @@ class PassRanking:
         """How many live workers have them loaded."""
         known = self._copies.get(models)
         if known is None:
+            if self._loaded is None:
+                self._loaded = self._context.outlook.loaded_sets()
             counts = (count for loaded, count in self._loaded.items() if not missing(models, loaded))
             known = self._copies[models] = sum(counts)
         return known
@@ -292,7 +291,7 @@ class PassRanking:
         key = (lane.priority, models)
         known = self._offers.get((key, lane, kind))
         if known is None:
-            group = self._groups[key]
+            group = self._group(key)
             offer = self._offer(group.backlog, lane, kind)
             why = wait_reason(offer, *group, self._now)
             known = self._offers[key, lane, kind] = (offer, why)
@@ -312,7 +311,9 @@ class PassRanking:
                 way = self._way(each, self._seen.takers[job_id])
                 if way.slots:
                     found.append(
-                        WaitingJob(job_id, each.lane.priority, self._rank(each, way, False), way.slots)
+                        WaitingJob(
+                            job_id, each.lane.priority, self._rank(each, way.is_preferred, False), way.slots
+                        )
                     )
             return found, withheld, cold_for
         served: Counter[_Key] = Counter()
@@ -334,23 +335,30 @@ class PassRanking:
                 else:
                     is_cold = len(way.slots) > len(way.warm)
             self._usable.update(map(PollId, slots))
-            found.append(WaitingJob(job_id, lane.priority, self._rank(each, way, is_cold), slots))
+            found.append(
+                WaitingJob(job_id, lane.priority, self._rank(each, way.is_preferred, is_cold), slots)
+            )
         return found, withheld, cold_for
 
-    def _rank(self, candidate: Candidate, way: _Lane, is_cold: bool) -> RankKey:
+    def _rank(self, candidate: Candidate, is_preferred: bool, is_cold: bool) -> RankKey:
         lane, job_id = candidate.lane, candidate.job_id
         copies = 0
         if is_cold:
             copies = self._copies_of(self._context.outlook.models_of(lane.class_key))
         return rank_key(
             is_due=self._is_due(job_id),
-            is_preferred=way.is_preferred,
+            is_preferred=is_preferred,
             is_cold=is_cold,
             copies=copies,
             selectivity=self._context.fleet.selectivity(lane.class_key),
             virtual_time=self._turns[job_id].start if self._turns else 0.0,
             sequence=candidate.sequence,
         )
+
+    def _preferred(self, lane: LaneKey) -> tuple[WorkerId, ...]:
+        if self._context.rules.affinity_wait_s <= 0:
+            return ()
+        return self._context.fleet.classes[lane.class_key].preferences.workers
 
     def _way(self, candidate: Candidate, takers: tuple[int, ...]) -> _Lane:
         """Jobs of a lane share it."""
@@ -363,9 +371,7 @@ class PassRanking:
     def _look(self, lane: LaneKey, takers: tuple[int, ...]) -> _Lane:
         context = self._context
         fleet, models = context.fleet, context.outlook.models_of(lane.class_key)
-        preferred = (
-            context.rules.affinity_wait_s > 0 and fleet.classes[lane.class_key].preferences.workers
-        ) or ()
+        preferred = self._preferred(lane)
         slots = [
             slot for number in takers for slot in self._seen.groups[number] if slot.worker_id in fleet.workers
         ]
@@ -378,13 +384,10 @@ class PassRanking:
             poll_id, is_preferred = slot.poll_id, slot.worker_id in preferred
             offer = None
             if models:
-                offer, why = self._offered(lane, models, self._kind(slot))
+                offer, _ = self._offered(lane, models, self._kind(slot))
                 if offer.is_warm:
                     warm.add(poll_id)
-                elif why is not None and not is_preferred:
-                    self._left.setdefault(poll_id, {})[lane] = why
-                    key = (lane.priority, models)
-                    self._left_backlogs[key] = self._groups[key].backlog
+                elif not is_preferred and self._leaves(slot, lane):
                     continue
             keys[poll_id] = self._slot_key(lane, slot, is_preferred, offer)
         order = tuple(sorted(keys, key=keys.__getitem__))

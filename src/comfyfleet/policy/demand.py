@@ -21,7 +21,7 @@ _GAP_WEIGHT = 0.2
 """The weight of the newest request in the mean time between requests."""
 _REQUESTS = 64
 """Shares are those of about the last so many requests."""
-_MAX_KINDS = 96
+_MAX_KINDS = 64
 """At most so many kinds of requests have a share. The rarest is forgotten."""
 _MAX_GAPS = 4096
 _MAX_RECENT = 4096
@@ -48,8 +48,7 @@ class DemandTracker:
     def __init__(self) -> None:
         self.requests = 0
         self._gaps: dict[ModelSet, tuple[float, float]] = {}
-        """The mean gap and the time of the last request. Until the second request the mean is 0, and the time since the
-        first one counts."""
+        """The mean gap, infinite until the second request, and the time of the last request."""
         self._weights: dict[RequestKind, tuple[float, float]] = {}
         """How often each kind was requested, and how often after something else: old requests weigh less."""
         self._total = 0.0
@@ -58,8 +57,9 @@ class DemandTracker:
     def record(self, kind: RequestKind, now: float, slots: int) -> None:
         """Counts a request while the fleet has so many slots."""
         models = kind.models
-        mean, last = self._gaps.pop(models, (0.0, now))
-        self._gaps[models] = (mean + _GAP_WEIGHT * (now - last - mean), now)
+        mean, last = self._gaps.pop(models, (inf, -inf))
+        gap = now - last
+        self._gaps[models] = (gap if mean == inf else mean + _GAP_WEIGHT * (gap - mean), now)
         if len(self._gaps) > _MAX_GAPS:
             del self._gaps[next(iter(self._gaps))]
         # First come, first served: a server takes about every so-many-th job.
@@ -79,7 +79,7 @@ class DemandTracker:
                 self._add(kind, 1.0, cold)
 
     def gap_s(self, models: ModelSet, now: float) -> float:
-        """The mean time between requests for the models, or since the last one if that is longer. Infinite: none."""
+        """The mean time between requests for the models, or since the last one if longer. Infinite: not known."""
         known = self._gaps.get(models)
         if known is None:
             return inf

@@ -18,7 +18,8 @@ from comfyfleet.model.job import JobResult
 from comfyfleet.policy.demand import ModelSet
 from comfyfleet.policy.scheduling import NO_MODELS
 
-ANY_MODELS = WorkflowHash("load:any")
+_PREFIX = "load:"
+ANY_MODELS = WorkflowHash(f"{_PREFIX}any")
 """The key of the mean load time over all models. A workflow hash has no colon."""
 DEFAULT_LOAD_S = 3.0
 """Until the first load was seen."""
@@ -29,7 +30,11 @@ DEFAULT_RUN_S = 1.0
 def load_key(models: ModelSet) -> WorkflowHash:
     """The key under which the load time of this set of models is kept."""
     digest = hashlib.sha256("\n".join(sorted(models)).encode()).hexdigest()
-    return WorkflowHash(f"load:{digest[:32]}")
+    return WorkflowHash(f"{_PREFIX}{digest[:32]}")
+
+
+def is_load_key(key: WorkflowHash) -> bool:
+    return key.startswith(_PREFIX)
 
 
 class RunReport(msgspec.Struct, frozen=True):
@@ -71,8 +76,8 @@ def lesson_of(report: RunReport) -> RunLesson:
     load_s = min(sum(spent.values()), report.seconds)
     if report.mean_s is not None:
         load_s = max(load_s, report.seconds - report.mean_s)
-    # The lease may expect more: models that the job requires and the workflow does not name.
-    models = report.expected if ran <= report.expected else ran
+    # A job may also require models that its workflow does not name.
+    models = ran | (report.expected - frozenset[str]().union(*report.loaders.values()))
     return RunLesson(report.seconds - load_s, models, load_s)
 
 

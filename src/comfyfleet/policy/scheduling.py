@@ -8,13 +8,12 @@ waiting for a worker that has them. No job starts later than first come, first s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from math import floor, inf, log
 from typing import NamedTuple, Protocol
 
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.policy.demand import ModelSet, Share
-from comfyfleet.policy.feasibility import collect_aliases
+from comfyfleet.policy.feasibility import model_aliases
 
 NO_MODELS: ModelSet = frozenset()
 EPSILON_S = 1e-9
@@ -72,17 +71,23 @@ def start_by(fifo_start: float, patience: float, load_s: float) -> float:
     return fifo_start + patience * load_s
 
 
+def is_behind(turn: float, others: float, patience: float, load_s: float) -> bool:
+    """Whether a tenant with a fair share is so far behind another one that its job goes first: others may get service
+    worth `patience` loads more, so that workers keep their models. `turn` and `others` are virtual times."""
+    return others - turn > EPSILON_S and others - turn >= patience * load_s
+
+
 # --- models ------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=8192)
 def missing(needed: ModelSet, loaded: ModelSet) -> ModelSet:
     """The needed models that are not loaded. A loaded file counts with and without its folder."""
     rest = needed - loaded
-    return rest - collect_aliases(loaded) if rest and loaded else rest
+    if rest and loaded and (aliases := model_aliases(loaded)):
+        rest -= aliases
+    return rest
 
 
-@lru_cache(maxsize=8192)
 def displaced(needed: ModelSet, loaded: ModelSet) -> ModelSet:
     """What has to go so that the needed models can be loaded. ComfyUI keeps what its last prompt used, so everything
     else goes."""
@@ -91,7 +96,7 @@ def displaced(needed: ModelSet, loaded: ModelSet) -> ModelSet:
     return frozenset(
         name
         for name in loaded - needed
-        if not any(alias in needed for alias in collect_aliases(frozenset((name,))))
+        if not any(alias in needed for alias in model_aliases(frozenset((name,))))
     )
 
 
