@@ -13,7 +13,7 @@ from tests.stores._postgres import Jobs, fill_table
 
 from comfyfleet.model.dispatch import AtRevision, Candidate, Change, Phase, Readiness, Write
 from comfyfleet.ports import Peek
-from comfyfleet.stores.postgres import PostgresStore, lanes, waiting
+from comfyfleet.stores.postgres import PostgresStore, lane_counts, lanes
 from comfyfleet.stores.postgres.check import examine_postgres
 from comfyfleet.testing.contract.store_bench import FAST, A, completion, release
 from comfyfleet.testing.leases import lease_next
@@ -84,7 +84,7 @@ async def test_a_wrong_count_is_found_by_a_check_and_put_right_when_the_store_is
 async def test_writers_at_once_leave_exact_counts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MAX_LAG", 0)
     monkeypatch.setattr(lanes, "MAX_EMPTY", 0)
-    monkeypatch.setattr(waiting, "MAX_ROWS", 3)
+    monkeypatch.setattr(lane_counts, "MAX_ROWS", 3)
     stores = [PostgresStore(url, connections=5) for _ in range(2)]
     jobs = Jobs()
     for store in stores:
@@ -118,7 +118,7 @@ async def test_writers_at_once_leave_exact_counts(url: str, monkeypatch: pytest.
 
 
 async def test_the_rows_of_many_priorities_are_added_up(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MAX_ROWS", 4)
+    monkeypatch.setattr(lane_counts, "MAX_ROWS", 4)
     store, jobs = PostgresStore(url), Jobs()
     await store.open()
     await fill_table(store)

@@ -8,8 +8,8 @@ import psycopg
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.postgres.connections import Connection, ConnectionPool
+from comfyfleet.stores.postgres.lane_counts import MISCOUNTED
 from comfyfleet.stores.postgres.schema import check_server, known_migrations, missing_migrations
-from comfyfleet.stores.postgres.waiting import MISCOUNTED
 
 _SETTINGS = ("server_version", "synchronous_commit", "fsync", "full_page_writes", "autovacuum")
 

@@ -59,8 +59,9 @@ _MAY_HAVE = """
 _LOOK = (
     GATE
     + f"""
-SELECT lane_id, class_key, tenant, priority, workflow_hash, virtual_time, weight, head, waiting, sequence, job_id,
-    queued_at, place
+SELECT lane_id, class_key, tenant, priority, workflow_hash, virtual_time, weight, head,
+    (SELECT sum(t.waiting) FROM comfyfleet.lane_tallies t WHERE t.lane_id = top.lane_id)::bigint,
+    sequence, job_id, queued_at, place
 FROM gate CROSS JOIN LATERAL (
     SELECT lane_id, l.class_key, l.tenant, priority, workflow_hash, head, coalesce(t.virtual_time, 0) AS virtual_time,
         CASE WHEN gate.is_fair THEN coalesce(t.weight, 1) ELSE 0 END AS weight
@@ -70,9 +71,6 @@ FROM gate CROSS JOIN LATERAL (
     WHERE p.profile = %(profile)s AND {IS_FREE} AND workflow_hash <> ALL (%(skip)s) AND {_MAY_HAVE} {{only}}
     ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
 ) AS top
-CROSS JOIN LATERAL (
-    SELECT coalesce(sum(t.waiting), 0)::bigint AS waiting FROM comfyfleet.lane_tallies t WHERE t.lane_id = top.lane_id
-) AS counted
 LEFT JOIN LATERAL (
     SELECT d.sequence, d.job_id, d.queued_at, coalesce((d.envelope ->> 'place')::bigint, 0) AS place
     FROM comfyfleet.dispatches d
@@ -236,7 +234,7 @@ async def _page(
             page.lagging.append(lane_id)
         lane = LaneKey(ClassKey(class_key), TenantId(tenant), priority, WorkflowHash(workflow_hash))
         candidate = Candidate(
-            JobId(job_id), lane, sequence, queued_at, virtual_time, weight, max(1, waiting), place
+            JobId(job_id), lane, sequence, queued_at, virtual_time, weight, max(1, waiting or 0), place
         )
         page.items.append(((-priority, virtual_time, sequence), candidate))
     page.items.sort(key=lambda item: item[0])

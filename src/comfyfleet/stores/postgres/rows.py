@@ -26,7 +26,7 @@ from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId
 from comfyfleet.model.job import Job
 from comfyfleet.stores.guards import granted, settled_cutoff
-from comfyfleet.stores.postgres import codec, lanes, waiting
+from comfyfleet.stores.postgres import codec, lane_counts, lanes
 from comfyfleet.stores.postgres.connections import SqlStep, Values
 
 _LOCK_OPEN = """
@@ -226,7 +226,7 @@ def grant(
     )
     _insert_facts(step, (fact,))
     update_counters(step, {"in_lane": -1, "queued": -1, "leased": 1})
-    waiting.move(step, (before.lane_id, before.dispatch.priority, -1))
+    lane_counts.move(step, (before.lane_id, before.dispatch.priority, -1))
     return WriteResult(after, (fact,))
 
 
@@ -316,7 +316,7 @@ async def purge(step: SqlStep, phase: Phase, before: float, limit: int, test_now
         step.add("DELETE FROM comfyfleet.jobs WHERE job_id = ANY (%s)", (gone,))
     await lanes.remove_empty_lanes(step, limit)
     update_counters(step, {phase.value: -len(gone)})
-    waiting.add_up(step)
+    lane_counts.add_up(step)
     return len(gone)
 
 
@@ -344,7 +344,7 @@ async def discard(step: SqlStep, job_id: JobId, revision: int) -> bool:
         deltas = dict.fromkeys(_COUNTERS, 0)
         _count(deltas, found, -1)
         update_counters(step, deltas)
-        waiting.move(step, (locked.lane_id, found.priority, -1))
+        lane_counts.move(step, (locked.lane_id, found.priority, -1))
         return True
     return False
 
@@ -407,7 +407,7 @@ async def _save(
     _count(deltas, after, 1)
     update_counters(step, deltas)
     left = () if before is None else ((before.lane_id, before.dispatch.priority, -1),)
-    waiting.move(step, *left, (lane_id, after.priority, 1))
+    lane_counts.move(step, *left, (lane_id, after.priority, 1))
 
 
 def _count(deltas: dict[str, int], dispatch: Dispatch, sign: int) -> None:

@@ -33,7 +33,7 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LaneBacklog, LeaseState, Peek, QueuePlace
 from comfyfleet.stores.guards import extended, holds, is_leased_as
-from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lanes, rows, waiting
+from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lane_counts, lanes, rows
 from comfyfleet.stores.postgres.connections import ConnectionPool, Later, SqlStep, Values
 from comfyfleet.stores.postgres.documents import PostgresDocumentStore
 from comfyfleet.stores.postgres.job_import import PostgresJobTransfer
@@ -200,7 +200,7 @@ class PostgresStore:
                 row = await cursor.fetchone()
                 assert row is not None, "the first migration inserts it"
                 self._epoch, self._is_fair = row
-                await waiting.recount_if_wrong(connection)
+                await lane_counts.recount_if_wrong(connection)
         except psycopg.Error as error:
             raise Fault(
                 f"PostgreSQL at {self._pool.address} closed the connection while the store was opened: "
@@ -289,7 +289,7 @@ class PostgresStore:
             (_KNOWN_JOB, names),
             rows.moment(self._test_now),
             (fair_share.IS_FAIR, ()),
-            (waiting.AHEAD, (dispatch.priority,)),
+            (lane_counts.AHEAD, (dispatch.priority,)),
         )
         has_classes = len(held) == len(classes)
         while True:
