@@ -20,6 +20,10 @@ class PredictingFleet(ModelFleet):
     predicted: dict[JobId, tuple[float, float]] = field(default_factory=dict)
     """By job: when it was expected to start, and when that was asked."""
 
+    async def __aenter__(self) -> PredictingFleet:
+        await super().__aenter__()
+        return self
+
     async def submit(self, model: Model | None, **options: Any) -> JobId:
         job_id = await super().submit(model, **options)
         if self.asks_at_submit:

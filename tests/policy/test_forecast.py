@@ -13,9 +13,9 @@ from comfyfleet.policy.demand import ModelSet
 from comfyfleet.policy.forecast import (
     MAX_LANES,
     MAX_STARTS,
-    Forecast,
     LaneAhead,
     Place,
+    QueueForecast,
     Situation,
     SlotAhead,
     forecast,
@@ -68,11 +68,11 @@ def slot(
     return SlotAhead(WorkerId(f"{kind}-{free_at}"), kind, loaded, frozenset(takes), free_at)
 
 
-def played(lanes: list[LaneAhead], slots: list[SlotAhead], **more: object) -> Forecast:
+def played(lanes: list[LaneAhead], slots: list[SlotAhead], **more: object) -> QueueForecast:
     return forecast(Situation(0.0, lanes, slots, 2.0)._replace(**more), Known())  # type: ignore[arg-type]
 
 
-def starts(found: Forecast, number: int, *indexes: float) -> list[float | None]:
+def starts(found: QueueForecast, number: int, *indexes: float) -> list[float | None]:
     runs = [found.run_at(number, index) for index in indexes]
     return [None if run is None else run.starts_at for run in runs]
 

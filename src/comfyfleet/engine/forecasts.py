@@ -22,9 +22,9 @@ from comfyfleet.policy.feasibility import is_feasible, normal_model
 from comfyfleet.policy.forecast import (
     MAX_LANES,
     ExpectedRun,
-    Forecast,
     LaneAhead,
     Place,
+    QueueForecast,
     Situation,
     SlotAhead,
     forecast,
@@ -61,7 +61,7 @@ class _Made(NamedTuple):
     took_s: float
     gathered: _Gathered | None
     """None: the queue is paused."""
-    forecast: Forecast | None
+    forecast: QueueForecast | None
 
     def is_good(self, at: float, max_age_s: float) -> bool:
         return self.at <= at < self.at + max(max_age_s, _REST * self.took_s)

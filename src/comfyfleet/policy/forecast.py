@@ -105,7 +105,7 @@ class ExpectedRun(NamedTuple):
         return self.starts_at + self.load_s + self.run_s
 
 
-class Forecast:
+class QueueForecast:
     """The expected starts, by lane and index in the lane."""
 
     def __init__(
@@ -202,7 +202,7 @@ class _Takes:
         return known
 
 
-def forecast(situation: Situation, estimates: Estimates, most: int = MAX_STARTS) -> Forecast:
+def forecast(situation: Situation, estimates: Estimates, most: int = MAX_STARTS) -> QueueForecast:
     """Plays at most so many starts."""
     return _Play(situation, estimates).played(most)
 
@@ -249,7 +249,7 @@ class _Play:
     def _due_at(self, lane: LaneAhead, index: int) -> float:
         return lane.fifo_start(index) + self._situation.patience * lane.slowest_load_s
 
-    def played(self, most: int) -> Forecast:
+    def played(self, most: int) -> QueueForecast:
         now, begun = self._situation.now, list[float]()
         heap = self._slots()
         parked: dict[tuple[str, int, _Takes], list[_Slot]] = {}
@@ -277,7 +277,7 @@ class _Play:
                 parked.setdefault(kind, [])
                 heappush(heap, (again_at, 2, number, slot))
         until, pace_s = max(begun, default=now), self._pace(begun)
-        return Forecast(self._situation, self._estimates, self._runs, until, pace_s)
+        return QueueForecast(self._situation, self._estimates, self._runs, until, pace_s)
 
     def _slots(self) -> list[tuple[float, int, int, _Slot]]:
         now, heap, alike = self._situation.now, [], dict[frozenset[int], _Takes]()
