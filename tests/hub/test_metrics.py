@@ -232,7 +232,17 @@ async def test_no_label_holds_an_id_and_nonsense_makes_no_new_series(rig: HubRig
     for path in (f"/api/jobs/{job_id}", "/api/jobs/nobody", "/nowhere/1", "/nowhere/2"):
         await rig.get(path)
     figures = await scrape(rig)
-    assert figures.labels == {"event", "kind", "le", "phase", "route", "standing", "status", "version"}
+    assert figures.labels == {
+        "class",
+        "event",
+        "kind",
+        "le",
+        "phase",
+        "route",
+        "standing",
+        "status",
+        "version",
+    }
     assert not any("gpu-a" in name or job_id in name or "nowhere" in name for name in figures.samples)
     assert figures["http_requests_total{none,404}"] == 2
 

@@ -21,6 +21,7 @@ from comfyfleet.cli.command import (
     runs_subcommand,
     short_ids,
 )
+from comfyfleet.cli.estimates import print_capacity
 from comfyfleet.cli.output import ago, echo, escaped, plain, print_json, print_pairs, print_table
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def remove(worker_id: str, **flags: Any) -> None:
 
 @group("queue")
 def queue_command() -> None:
-    """Show, pause or resume the queue."""
+    """Show, pause or resume the queue, or tell which workers are missing."""
 
 
 @queue_command.command("show")
@@ -215,6 +216,20 @@ def show_queue(**flags: Any) -> None:
         print_pairs({name.replace("_", " "): count for name, count in counts.items() if count is not None})
 
     report(flags, lambda client: client.stats(), show)
+
+
+@queue_command.command("capacity")
+@click.option(
+    "--within",
+    type=click.FloatRange(1, 86_400),
+    default=300.0,
+    metavar="SECONDS",
+    help="The time in which the waiting work should be done. Default: 300.",
+)
+@hub_options
+def capacity(within: float, **flags: Any) -> None:
+    """Tell how much work waits, and how many more workers would do it in time."""
+    report(flags, lambda client: client.capacity(within), print_capacity)
 
 
 @queue_command.command("pause")

@@ -24,6 +24,7 @@ from comfyfleet.cli.command import (
     short_ids,
     whole_id,
 )
+from comfyfleet.cli.estimates import expectation
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.options import OUT_HELP, DurationParam, OutputParam, output_folder
 from comfyfleet.cli.output import ago, echo, plain, print_json, print_pairs, print_table
@@ -86,6 +87,7 @@ def _print_job(found: tuple[JobDetails, ResultBody]) -> None:
         "reference": None if is_generated else job.reference,
         "worker": _worker(job),
         "submitted": f"{ago(job.submitted_at, time.time())} ago",
+        "expected": expectation(job, time.time()) or None,
         "metadata": job.metadata,
         "cancelled": job.cancel_reason or None,
         "unreadable": job.unreadable,
@@ -335,6 +337,8 @@ def jobs_command(
 
 def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
     now = time.time()
+    # Only open jobs have it.
+    has_expected = any(job.estimate is not None for job in jobs)
     rows = [
         [
             job.id,
@@ -342,12 +346,15 @@ def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
             job.priority,
             _worker(job),
             ago(job.submitted_at, now),
+            *([expectation(job, now)] if has_expected else []),
             "" if job.error is None else f"{job.error.kind.value}: {_shortened(job.error.message)}",
         ]
         for job in jobs
     ]
     short = short_ids(job.id for job in jobs)
-    print_table(["job", "status", "prio", "worker", "age", "error"], rows, empty=empty, short=short)
+    expected = ["expected"] if has_expected else []
+    headings = ["job", "status", "prio", "worker", "age", *expected, "error"]
+    print_table(headings, rows, empty=empty, short=short)
 
 
 def _worker(job: JobBody) -> str | None:

@@ -5,6 +5,7 @@ Each flag about requirements, preferences and time names the field of the reques
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -301,6 +302,11 @@ def submit_options(flags: dict[str, Any]) -> dict[str, Any]:
     "--webhook", metavar="URL", help="Send the end of each job there, signed; see `comfyfleet webhook`."
 )
 @click.option("--workable", is_flag=True, help="Refuse a job that no worker can run now.")
+@click.option(
+    "--quote",
+    is_flag=True,
+    help="Submit nothing: show the expected start, end, duration and cost, as far as earlier runs tell.",
+)
 @click.option("-w", "--watch", is_flag=True, help="Show progress to the end, and download the outputs.")
 @click.option(
     "-o", "--out", type=OutputParam(), default=".", metavar="FOLDER", help=f"With --watch. {OUT_HELP}"
@@ -322,6 +328,7 @@ def submit_command(
     reference: str | None,
     webhook: str | None,
     workable: bool,
+    quote: bool,
     watch: bool,
     out: OutputNames,
     previews: Path | None,
@@ -337,6 +344,8 @@ def submit_command(
     from comfyfleet.cli.run import WorkflowDraft
 
     drafts = [(workflow.name, WorkflowDraft(workflow, changes)) for workflow in workflows]
+    if quote and (watch or attachments or count > 1):
+        raise click.UsageError("--quote submits nothing: leave out --watch, --attach and --count.")
     if reference is not None and len(drafts) * count > 1:
         raise click.UsageError("Several jobs cannot share one --reference.")
     options = {
@@ -357,6 +366,9 @@ def submit_command(
                 with naming_file(name):
                     draft.change(await client.convert(draft.graph))
                     options.update(_inputs(draft, attachments, outputs))
+        if quote:
+            await _quote(client, drafts, options, as_json=as_json)
+            return
         graphs = [(name, draft.graph) for name, draft in drafts for _ in range(count)]
         job_ids = await _submit(client, graphs, options, reference, as_json=as_json, is_watched=watch)
         if watch:
@@ -366,6 +378,19 @@ def submit_command(
 
     with output_folder(out.folder if watch else None), output_folder(previews if watch else None):
         ask(flags, work)
+
+
+async def _quote(
+    client: FleetClient, drafts: list[tuple[str, WorkflowDraft]], options: dict[str, Any], *, as_json: bool
+) -> None:
+    from comfyfleet.cli.estimates import print_quotes
+
+    asked = {name: value for name, value in options.items() if name != "attach"}
+    found = [(name, await client.quote(draft.graph, **asked)) for name, draft in drafts]
+    if as_json:
+        print_json([each for _, each in found])
+    else:
+        print_quotes(found, time.time())
 
 
 def label(text: str) -> tuple[str, str]:

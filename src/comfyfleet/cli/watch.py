@@ -17,6 +17,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from comfyfleet.cli.estimates import duration
 from comfyfleet.cli.exit_codes import CommandFailed, end_of_failure
 from comfyfleet.cli.output import echo, escaped, print_json
 from comfyfleet.client.client import FleetClient
@@ -207,7 +208,7 @@ def _failed(update: JobUpdate) -> str:
 async def _explain_waits(
     client: FleetClient, bar: ProgressBar, waiting: dict[str, None], is_alone: bool
 ) -> None:
-    """Says why no worker takes the first waiting job, once for each reason."""
+    """Says why no worker takes the first waiting job, or when it should start, once for each reason."""
     before = ""
     while True:
         await asyncio.sleep(_POLL_S)
@@ -220,9 +221,13 @@ async def _explain_waits(
             continue
         is_stuck = found.phase is Phase.QUEUED and not found.able and not found.able_others
         # A block that lasts shorter than before is the same reason.
-        reason = _NUMBERS.sub("#", found.summary) if is_stuck else ""
+        where = "" if is_alone else f"{job_id}: "
+        line = f"{where}waits: {found.summary}" if is_stuck else ""
+        if not is_stuck and found.phase is Phase.QUEUED and found.estimated_start_s:
+            line = f"{where}is expected to start in about {duration(found.estimated_start_s)}"
+        reason = _NUMBERS.sub("#", line)
         if reason and reason != before and job_id in waiting:
-            bar.print_line(f"{'' if is_alone else f'{job_id}: '}waits: {found.summary}")
+            bar.print_line(line)
         before = reason
 
 

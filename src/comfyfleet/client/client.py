@@ -29,7 +29,9 @@ from comfyfleet.client.options import (
     update_of,
 )
 from comfyfleet.model.calls import Explanation
+from comfyfleet.model.capacity import CapacityReport
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.estimate import Quote
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.answers import PayloadBody
 from comfyfleet.wire.problems import refusal_in
@@ -159,6 +161,10 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
             if on_progress is not None:
                 on_progress(len(found), len(every))
         return found
+
+    async def quote(self, workflow: WorkflowLike, **options: Unpack[SubmitOptions]) -> Quote:
+        """What a job is expected to take and to cost, with the options of `submit`. Nothing is submitted."""
+        return await self._link.ask("quote_job", Quote, body=submission(workflow, options))
 
     async def convert(self, workflow: WorkflowLike) -> dict[str, Any]:
         """The API-format graph of a ComfyUI editor workflow. It needs a live worker with its nodes."""
@@ -322,6 +328,10 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
 
     async def stats(self) -> answers.StatsBody:
         return await self._link.ask("stats", answers.StatsBody)
+
+    async def capacity(self, within_s: float = 300.0) -> CapacityReport:
+        """How much work waits, and how many more workers would do it within this time."""
+        return await self._link.ask("capacity", CapacityReport, query={"within": within_s})
 
     async def pause_queue(self) -> answers.QueueBody:
         return await self._link.ask("pause_queue", answers.QueueBody)

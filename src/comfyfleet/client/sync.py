@@ -40,6 +40,7 @@ class SyncFleetClient(BlockingFacade):
     submit = blocking(FleetClient.submit)
     upload = blocking(FleetClient.upload)
     submit_many = blocking(FleetClient.submit_many)
+    quote = blocking(FleetClient.quote)
     convert = blocking(FleetClient.convert)
     get = blocking(FleetClient.get)
     payload = blocking(FleetClient.payload)

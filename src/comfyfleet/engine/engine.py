@@ -9,12 +9,14 @@ from types import TracebackType
 
 import msgspec
 
+from comfyfleet.engine.capacity import Capacity
 from comfyfleet.engine.commands import CommandQueue
 from comfyfleet.engine.context import AdmissionControl, EngineContext
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.direct_workers import DirectWorkers
-from comfyfleet.engine.explanation import explain
+from comfyfleet.engine.explanation import WaitingView, explain
 from comfyfleet.engine.failure_handler import FailureHandler
+from comfyfleet.engine.forecasts import Forecasts
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.input_files import forget as forget_uses
 from comfyfleet.engine.job_list import list_jobs
@@ -26,6 +28,7 @@ from comfyfleet.engine.operator_commands import OperatorCommands
 from comfyfleet.engine.peers import LatestProgress, PeerBus, RemoteFactPoller
 from comfyfleet.engine.placement import RefusalHandler
 from comfyfleet.engine.poison_workflows import PoisonWorkflows
+from comfyfleet.engine.quotes import Quotes
 from comfyfleet.engine.submitter import Submitter
 from comfyfleet.engine.sweeper import Sweeper
 from comfyfleet.engine.system import SystemClock, SystemRandom
@@ -109,6 +112,7 @@ class Engine:
             self._catalogs,
             self._missing,
         )
+        self._forecasts = Forecasts(self._context)
         self._jobs = JobOperations(
             self._context,
             self._matcher,
@@ -135,6 +139,9 @@ class Engine:
         )
         # job API: the calls that one part answers alone
         self.submit = self._submitter.submit
+        self.quote = Quotes(self._context, self._submitter, self._forecasts).quote
+        self.estimates = self._forecasts.of
+        self.capacity = Capacity(self._context).report
         self.repeat_of = self._submitter.repeat_of
         self.holder_of = self._submitter.holder_of
         self.convert = self._nodes.convert
@@ -327,7 +334,8 @@ class Engine:
         if self.store.is_shared:
             # Another engine may have added the class.
             await self._context.fleet.sync()
-        return await explain(self._context, self._catalogs, dispatch, tenant)
+        waiting = WaitingView(self._forecasts, self._matcher)
+        return await explain(self._context, self._catalogs, dispatch, tenant, waiting)
 
     async def stats(self) -> QueueStats:
         counts = await self.store.counts()

@@ -3,11 +3,16 @@ estimate. For a job that does not wait it says what happened to it."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.forecasts import Forecasts
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.calls import Explanation, WorkerMismatch
 from comfyfleet.model.dispatch import Dispatch, Phase, Readiness
+from comfyfleet.model.estimate import JobEstimate
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.tenant import TenantTerms
@@ -15,16 +20,28 @@ from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.acceptance import signature_for
 from comfyfleet.policy.feasibility import REFUSES, Mismatch, misses, nearest_miss
 from comfyfleet.policy.tenants import is_known_to, merged, name_for
-from comfyfleet.policy.workflow_stats import expected_s
+
+
+class WaitingView(NamedTuple):
+    """What is known about waiting jobs: when they are expected to start, and why an idle slot does not take them."""
+
+    forecasts: Forecasts
+    matcher: Matcher
 
 
 async def explain(
-    context: EngineContext, catalogs: NodeCatalogs, dispatch: Dispatch, tenant: TenantId | None = None
+    context: EngineContext,
+    catalogs: NodeCatalogs,
+    dispatch: Dispatch,
+    tenant: TenantId | None = None,
+    waiting: WaitingView | None = None,
 ) -> Explanation:
-    """`tenant`: explains to that tenant, which may not know every worker by name."""
+    """`tenant`: explains to that tenant, which may not know every worker by name. `waiting`: also explains when the
+    job is expected to start."""
     job_id, phase = dispatch.job_id, dispatch.phase
+    estimate = None if waiting is None else (await waiting.forecasts.of([dispatch])).get(job_id)
     if phase is not Phase.QUEUED:
-        return Explanation(job_id, phase, await _outcome(context, dispatch))
+        return Explanation(job_id, phase, await _outcome(context, dispatch), estimate=estimate)
     now = await context.store.now()
     cls = context.fleet.classes[dispatch.class_key]
     job = await context.store.records.get(job_id) if cls.requirements.refused_by else None
@@ -57,13 +74,15 @@ async def explain(
     return Explanation(
         job_id,
         phase,
-        await _summary(context, dispatch, able, nearest, position, now),
+        await _summary(context, dispatch, able, nearest, position, now)
+        + _expectation(context, waiting, dispatch, able, estimate, tenant),
         merged(reasons.values()),
         tuple(known),
         len(able) - len(known),
         None if nearest is None else nearest.worker_id,
         position,
-        _estimate_s(context, dispatch, able, position),
+        None if estimate is None or not able else max(0.0, estimate.starts_at - now),
+        estimate=estimate if able else None,
     )
 
 
@@ -176,17 +195,31 @@ async def _waits_for(context: EngineContext, dispatch: Dispatch) -> str:
     return f"the job waits for {len(still)} of {len(after)} others to complete: {names}"
 
 
-def _estimate_s(
-    context: EngineContext, dispatch: Dispatch, able: list[WorkerRecord], position: int | None
-) -> float | None:
-    """The jobs ahead at this workflow's mean duration, spread over the slots that can run it."""
-    stats = context.known_workflow_stats(dispatch.workflow_hash)
-    known: dict[WorkerId, float] = {
-        worker.worker_id: seconds
-        for worker in able
-        if (seconds := expected_s(stats, worker.capabilities.worker_class)) is not None
-    }
-    slots = sum(worker.slots for worker in able)
-    if not known or not slots or position is None:
-        return None
-    return position * (sum(known.values()) / len(known)) / slots
+def _expectation(
+    context: EngineContext,
+    waiting: WaitingView | None,
+    dispatch: Dispatch,
+    able: list[WorkerRecord],
+    estimate: JobEstimate | None,
+    tenant: TenantId | None,
+) -> str:
+    """Why a job that workers may take does not start yet, and when it is expected to."""
+    if waiting is None or not able or estimate is None or not dispatch.stands_in_lane:
+        return ""
+    why = waiting.matcher.left_to_others(dispatch.lane)
+    worker = None if why is None else context.fleet.workers.get(why.worker_id)
+    if why is not None and worker is not None:
+        name = name_for(worker.worker_id, worker.capabilities.tenant_access, tenant)
+        return (
+            f"; it waits for {name}, which has its models loaded and is free in about {_seconds(why.free_in_s)}: "
+            f"loading them on an idle worker would take about {_seconds(why.load_s)}"
+        )
+    starts_in_s = estimate.starts_at - context.clock.now()
+    guess = ", which is a guess" if estimate.is_rough else ""
+    return f"; it is expected to start in about {_seconds(starts_in_s)}{guess}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return "1 s"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -239,6 +239,9 @@ class FleetOutlook:
         worker_id = self._worker_of.get(job_id)
         return None if worker_id is None else self._running[worker_id][job_id]
 
+    def runs_of(self, worker_id: WorkerId) -> Iterable[Running]:
+        return self._running.get(worker_id, {}).values()
+
     def _add(self, run: Running) -> None:
         self._remove(run.job_id)
         self._worker_of[run.job_id] = run.worker_id

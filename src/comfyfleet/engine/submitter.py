@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -90,6 +90,16 @@ _REVIEW_S = 60.0
 T = TypeVar("T")
 
 
+class Preview(NamedTuple):
+    """Where a submission would wait."""
+
+    dispatch: Dispatch
+    cls: RequirementClass
+    tenant: Tenant | None
+    """None: it has no terms."""
+    unworkable: tuple[str, ...]
+
+
 class Submitter:
     def __init__(
         self,
@@ -146,9 +156,7 @@ class Submitter:
         now, stats = await self._asked(reading.workflow_hash)
         size = await run(submission.payload_bytes)
         self._capacity.take(size)
-        refusing = await self._catalogs.refusing(reading.graph, submission.variants)
-        needs = await self._catalogs.needs_of(reading.graph, reading.needs)
-        cls = exclude_refusing(context, class_of(placed, needs, stats), refusing)
+        cls = await self._class_of(placed, reading, stats)
         unworkable = await self._unworkable(cls, submission)
         place = initial_class(context, cls, stats, max(now, submission.not_before or now))
         ceiling = None if tenant is None else tenant.caps.max_priority
@@ -179,6 +187,32 @@ class Submitter:
         if unworkable:
             self._missing.call(cls)
         return Submitted(job.job_id, Phase.QUEUED, job.workflow_hash, seeds=job.seeds, unworkable=unworkable)
+
+    async def preview(
+        self, submission: Submission, *, is_own: bool = False, is_large: bool = False
+    ) -> Preview:
+        """Where the job would wait, without queueing it. Refuses what `submit` refuses in the submission itself; files
+        and jobs that it names are not looked up, and the queue may be full."""
+        context, run = self._context, _in_a_thread if is_large else _at_once
+        await run(check_submission, submission, context.rules)
+        submission, reading = await self._read(submission, is_own, is_large)
+        check_refused(reading.workflow_hash, submission.tenant, context.fleet.refused)
+        tenant = await context.admission_control.terms(submission.tenant)
+        placed = submission if tenant is None else under_terms(submission, tenant)
+        now, stats = await context.store.now(), await context.stats(reading.workflow_hash)
+        cls = await self._class_of(placed, reading, stats)
+        unworkable = await self._unworkable(cls, submission)
+        place = initial_class(context, cls, stats, max(now, submission.not_before or now))
+        ceiling = None if tenant is None else tenant.caps.max_priority
+        dispatch = self._dispatch(placed, 0, place, reading.workflow_hash, now, False, ceiling)
+        return Preview(dispatch, place.cls, tenant, unworkable)
+
+    async def _class_of(
+        self, placed: Submission, reading: GraphReading, stats: WorkflowStats | None
+    ) -> RequirementClass:
+        refusing = await self._catalogs.refusing(reading.graph, placed.variants)
+        needs = await self._catalogs.needs_of(reading.graph, reading.needs)
+        return exclude_refusing(self._context, class_of(placed, needs, stats), refusing)
 
     async def admit(
         self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[WriteResult | None]]

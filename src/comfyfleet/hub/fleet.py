@@ -162,6 +162,14 @@ class FleetHandlers:
     async def stats(self, call: HubRequest[None]) -> Reply:
         return Reply(200, await self._stats.of(call.caller.scope))
 
+    async def capacity(self, call: HubRequest[bodies.CapacityQuery]) -> Reply:
+        if call.caller.scope is not None:
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED,
+                "the capacity is that of the whole fleet, and this key sees one tenant only: use GET /api/stats",
+            )
+        return Reply(200, await self._engine.capacity(call.data.within))
+
     async def pause_queue(self, call: HubRequest[None]) -> Reply:
         await self._engine.pause_queue(True)
         return Reply(200, answers.QueueBody(True))

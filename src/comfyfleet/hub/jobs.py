@@ -27,9 +27,11 @@ from comfyfleet.model.calls import JobFilter, JobView
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.editor_conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.estimate import JobEstimate
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash, traceparent_of
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.workflow_graph import check_workflow, decoded_graph
+from comfyfleet.policy.quotes import KNOWN_AFTER_RUNS
 from comfyfleet.ports import FileStore
 from comfyfleet.tenancy.tenants import TenantDirectory
 from comfyfleet.tracing import log_fields
@@ -85,6 +87,15 @@ class JobHandlers:
             ):
                 _LOG.info("submitted%s", " before; this is a repeat" if submitted.is_repeat else "")
         return answers.submitted_body(submitted)
+
+    async def quote_job(self, call: HubRequest[bodies.RawSubmitBody]) -> Reply:
+        asked = partial(_submission, call.take(), call.caller, None, None, call.is_large)
+        submission = await asyncio.to_thread(asked) if call.is_large else asked()
+        quote = await self._engine.quote(submission, is_own=True, is_large=call.is_large)
+        if call.caller.scope is not None:
+            # The runs of all tenants count, and a tenant sees only whether they are enough.
+            quote = msgspec.structs.replace(quote, runs=min(quote.runs, KNOWN_AFTER_RUNS))
+        return Reply(200, quote)
 
     async def submit_batch(self, call: HubRequest[bodies.BatchBody]) -> Reply:
         key, jobs = _idempotency_key(call.headers), call.data.jobs
@@ -151,10 +162,23 @@ class JobHandlers:
         after = None if query.cursor is None else JobId(query.cursor)
         newest_first = query.order == "newest"
         page = await self._engine.listing(wanted, query.limit, after, newest_first=newest_first)
-        return Reply(200, answers.JobList(tuple(map(answers.job_body, page.jobs)), page.after))
+        estimates = await self._estimates(page.jobs)
+        found = (answers.job_body(job, estimates.get(job.job_id)) for job in page.jobs)
+        return Reply(200, answers.JobList(tuple(found), page.after))
+
+    async def _estimates(self, jobs: Sequence[Job]) -> Mapping[JobId, JobEstimate]:
+        still_open = [job.job_id for job in jobs if not job.phase.is_final]
+        if not still_open:
+            return {}
+        found = await self._engine.reader.load_many(still_open)
+        return await self._engine.estimates(each for each in found if each is not None)
 
     async def get_job(self, call: HubRequest[None]) -> Reply:
-        return Reply(200, answers.job_details(await self._view(call)))
+        return await self._details(await self._view(call))
+
+    async def _details(self, view: JobView) -> Reply:
+        estimates = await self._engine.estimates([view.dispatch])
+        return Reply(200, answers.job_details(view, estimates.get(view.dispatch.job_id)))
 
     async def get_payload(self, call: HubRequest[None]) -> Reply:
         job = (await self._view(call)).job
@@ -208,7 +232,7 @@ class JobHandlers:
     async def change_job(self, call: HubRequest[bodies.ChangeBody]) -> Reply:
         job_id = await self._mine(call)
         await self._engine.set_priority(job_id, call.data.priority)
-        return Reply(200, answers.job_details(await self._engine.get(job_id)))
+        return await self._details(await self._engine.get(job_id))
 
     async def _mine(
         self, call: HubRequest[None] | HubRequest[bodies.ChangeBody] | HubRequest[bodies.CancelRequest]

@@ -19,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.limits import ConnectionLimits
 from comfyfleet.hub.http.pipeline import HubRequest, Reply
+from comfyfleet.model.capacity import CapacityReport
 from comfyfleet.model.dispatch import WriteResult
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, FactKind
@@ -31,6 +32,12 @@ _LOG = logging.getLogger(__name__)
 
 _STORE_ANSWERS_WITHIN_S = 2.0
 _WORKERS_MAX_AGE_S = 1.0
+
+_WITHIN_S = 300.0
+"""The time in which wanted workers would do the waiting work."""
+_MOST_CLASSES = 10
+_MOST_CHARACTERS = 120
+_OTHER = "other"
 
 _EVENTS = {
     FactKind.LEASED: "leased",
@@ -54,6 +61,7 @@ class StoredFigures(msgspec.Struct, frozen=True):
     workers: Mapping[WorkerStatus, int]
     slots: int
     unrunnable: int
+    capacity: CapacityReport
 
 
 class Metrics:
@@ -193,6 +201,36 @@ def _in_store(stored: StoredFigures) -> Iterator[GaugeMetricFamily]:
         workers.add_metric([status.value], stored.workers.get(status, 0))
     yield workers
     yield GaugeMetricFamily("comfyfleet_slots", "Slots of workers that are not offline", stored.slots)
+    yield from _capacity(stored.capacity)
+
+
+def _capacity(report: CapacityReport) -> Iterator[GaugeMetricFamily]:
+    """The classes and kinds with the most work have their own labels; the others are one."""
+    seconds = GaugeMetricFamily(
+        "comfyfleet_waiting_gpu_seconds",
+        "How long one worker would need for the waiting jobs, by what they need of a worker",
+        labels=["class"],
+    )
+    named: dict[str, float] = {}
+    for each in report.classes[:_MOST_CLASSES]:
+        name = each.needs[:_MOST_CHARACTERS]
+        named[name] = named.get(name, 0.0) + each.gpu_seconds
+    for needs, number in named.items():
+        seconds.add_metric([needs], number)
+    seconds.add_metric([_OTHER], max(0.0, round(report.gpu_seconds - sum(named.values()), 3)))
+    yield seconds
+    wanted = GaugeMetricFamily(
+        "comfyfleet_workers_wanted",
+        f"How many more workers would do the waiting work within {report.within_s:g} s, by kind",
+        labels=["kind"],
+    )
+    kinds = Tally[str]()
+    for number, more in enumerate(report.wanted):
+        kinds[more.kind[:_MOST_CHARACTERS] if number < _MOST_CLASSES else _OTHER] += more.workers
+    kinds.setdefault(_OTHER, 0)
+    for kind, workers in kinds.items():
+        wanted.add_metric([kind], workers)
+    yield wanted
 
 
 class MetricsHandlers:
@@ -226,5 +264,10 @@ class MetricsHandlers:
         slots = sum(worker.slots for worker in workers if not worker.is_offline)
         unrunnable = await self._engine.unrunnable()
         return StoredFigures(
-            await reader.counts(), await reader.is_queue_paused(), statuses, slots, unrunnable
+            await reader.counts(),
+            await reader.is_queue_paused(),
+            statuses,
+            slots,
+            unrunnable,
+            await self._engine.capacity(_WITHIN_S),
         )

@@ -12,6 +12,7 @@ import msgspec
 
 from comfyfleet.model.bounds import Seconds
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
+from comfyfleet.model.estimate import JobEstimate
 from comfyfleet.model.fact import Fact, ProgressKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import FetchedFile, InputFile
@@ -133,8 +134,11 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     nearest: WorkerId | None = None
     position: int | None = None
     estimated_start_s: float | None = None
+    """In how many seconds a waiting job is expected to start."""
     id: JobId | None = None
     """The same as `job_id`. Every other reply about a job has this field."""
+    estimate: JobEstimate | None = None
+    """When the job is expected to start and to end."""
 
 
 class RegisterWorker(msgspec.Struct, frozen=True, omit_defaults=True):

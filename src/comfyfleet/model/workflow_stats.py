@@ -7,11 +7,13 @@ import msgspec
 from comfyfleet.model.ids import TenantId, WorkflowHash
 
 
-class MeanDuration(msgspec.Struct, frozen=True, gc=False):
+class MeanDuration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A running mean on one worker class."""
 
     mean_s: float
     runs: int
+    spread_s: float = 0.0
+    """A running mean of the distance from the mean. 0 also in records from before it was learned."""
 
 
 class WorkflowStats(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,8 +51,12 @@ class WorkflowStatsDelta(msgspec.Struct, frozen=True, omit_defaults=True):
         if known is None and len(stats.durations) >= self.most_classes:
             return stats
         mean_s, runs = (seconds, 0) if known is None else (known.mean_s, known.runs)
-        mean_s += max(self.fade, 1 / (runs + 1)) * (seconds - mean_s)
-        durations = {**stats.durations, self.worker_class: MeanDuration(mean_s, runs + 1)}
+        weight, spread_s = max(self.fade, 1 / (runs + 1)), 0.0 if known is None else known.spread_s
+        if runs:
+            # The first distance is that of the second run.
+            spread_s += max(self.fade, 1 / runs) * (abs(seconds - mean_s) - spread_s)
+        mean_s += weight * (seconds - mean_s)
+        durations = {**stats.durations, self.worker_class: MeanDuration(mean_s, runs + 1, spread_s)}
         return msgspec.structs.replace(stats, durations=durations)
 
     def _with_memory(self, stats: WorkflowStats, tenant: TenantId) -> WorkflowStats:

@@ -18,6 +18,7 @@ from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.editor_conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.estimate import Quote
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Attachment, JobResult, OutputFile, Submission, Urgency
@@ -272,6 +273,26 @@ class WorkflowPool:
         public_id = job_id or submitted.job_id
         self._notices.enqueued(submitted, public_id, needs, metadata)
         return public_id
+
+    async def quote(
+        self,
+        workflow: Mapping[str, Any] | str | Path,
+        *,
+        priority: int = 0,
+        requirements: Requirements | None = None,
+        preferences: Preferences | None = None,
+    ) -> Quote:
+        """When a job would start and end, and how long it would run. Nothing is submitted."""
+        self._must_be_open()
+        graph = read_workflow(workflow)
+        return await self._engine.quote(
+            Submission(
+                await self.convert(graph) if is_editor_workflow(graph) else graph,
+                priority=priority,
+                requirements=requirements or _NO_REQUIREMENTS,
+                preferences=preferences or _NO_PREFERENCES,
+            )
+        )
 
     async def convert(self, workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         """Convert an editor workflow to an API-format graph. A server that is online must have its nodes."""

@@ -96,6 +96,7 @@ class SyncWorkflowPool(BlockingFacade):
     pause = blocking(WorkflowPool.pause)
     resume = blocking(WorkflowPool.resume)
     set_priority = blocking(WorkflowPool.set_priority)
+    quote = blocking(WorkflowPool.quote)
     explain = blocking(WorkflowPool.explain)
     fetch = blocking(WorkflowPool.fetch)
     save = blocking(WorkflowPool.save)

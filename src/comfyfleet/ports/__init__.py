@@ -22,8 +22,10 @@ from comfyfleet.ports.queue import DirectWorkerInbox as DirectWorkerInbox
 from comfyfleet.ports.queue import EligibilityMatrix as EligibilityMatrix
 from comfyfleet.ports.queue import FairShare as FairShare
 from comfyfleet.ports.queue import JobTransfer as JobTransfer
+from comfyfleet.ports.queue import LaneBacklog as LaneBacklog
 from comfyfleet.ports.queue import LeaseState as LeaseState
 from comfyfleet.ports.queue import Peek as Peek
+from comfyfleet.ports.queue import QueuePlace as QueuePlace
 from comfyfleet.ports.queue import QueueReader as QueueReader
 from comfyfleet.ports.queue import Store as Store
 from comfyfleet.ports.queue import TransferableStore as TransferableStore

@@ -20,6 +20,7 @@ from comfyfleet.model.dispatch import (
     Attempt,
     Candidate,
     Dispatch,
+    LaneKey,
     LeaseOffer,
     LeaseRef,
     Phase,
@@ -63,6 +64,24 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     """Classes whose models the slots have loaded. Of the priorities and tenants that the answer shows, their lanes come
     first, also where `lanes` older ones wait: after the jobs for the slots, the heads of warm lanes take the places of
     older lanes. The answer stays in the store's order. At most `MAX_WARM_LANES` lanes are looked at for it."""
+
+
+class QueuePlace(msgspec.Struct, frozen=True, gc=False):
+    """Where a waiting job stands."""
+
+    sequence: int
+    queued_at: float
+    place: int
+    """`Dispatch.place`."""
+
+
+class LaneBacklog(msgspec.Struct, frozen=True, gc=False):
+    """The waiting jobs of one lane."""
+
+    lane: LaneKey
+    waiting: int
+    oldest: QueuePlace
+    newest: QueuePlace
 
 
 class LeaseState(msgspec.Struct, frozen=True, gc=False):
@@ -175,6 +194,10 @@ class Store(QueueReader, Protocol):
 
     async def next_due(self) -> float | None: ...
     async def position(self, job_id: JobId) -> int | None: ...
+    async def waiting_lanes(self, limit: int) -> list[LaneBacklog]:
+        """The lanes in which jobs wait, by descending priority, also those of tenants that are held or at their cap. Of
+        more than `limit`, some of the lowest priority shown are left out. The cost does not grow with the jobs."""
+
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]: ...
     async def unsettled(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         """Ended dispatches with a tenant database that are not settled, by id. The cost depends on the result only."""

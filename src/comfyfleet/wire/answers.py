@@ -12,6 +12,7 @@ import msgspec
 from comfyfleet.model.block import UNTIL_LIFTED, Block
 from comfyfleet.model.calls import JobView, QueueStats, Submitted
 from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Readiness, Stop
+from comfyfleet.model.estimate import JobEstimate
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import trace_id_of, traceparent_of
 from comfyfleet.model.job import Job, JobInput, JobResult
@@ -105,6 +106,8 @@ class JobBody(_Answer, frozen=True, omit_defaults=False):
     """How the last attempt failed; null after an attempt completed."""
     unreadable: str | None = None
     """Why the encrypted parts of the job cannot be decrypted; metadata and the like are then unknown."""
+    estimate: JobEstimate | None = None
+    """When an open job is expected to start and to end. Null: not known, as for a job that is paused."""
 
 
 class JobDetails(JobBody, frozen=True):
@@ -229,12 +232,12 @@ def submitted_body(answer: Submitted) -> SubmittedBody:
     )
 
 
-def job_body(record: Job) -> JobBody:
-    """The job as a list shows it, from its record alone."""
-    return view_of(JobBody, record, **_of_record(record))
+def job_body(record: Job, estimate: JobEstimate | None = None) -> JobBody:
+    """The job as a list shows it, from its record."""
+    return view_of(JobBody, record, **_of_record(record), estimate=estimate)
 
 
-def job_details(view: JobView) -> JobDetails:
+def job_details(view: JobView, estimate: JobEstimate | None = None) -> JobDetails:
     dispatch = view.dispatch
     return view_of(
         JobDetails,
@@ -253,6 +256,7 @@ def job_details(view: JobView) -> JobDetails:
             "not_before": dispatch.not_before,
             "deadline": dispatch.deadline_at,
         },
+        estimate=estimate,
         history=tuple(map(_attempt, view.attempts)),
         after=view.job.payload.after,
         inputs=view.job.payload.inputs,

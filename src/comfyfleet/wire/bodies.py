@@ -258,6 +258,11 @@ class WorkersQuery(OptionalPageQuery, frozen=True):
     """Only workers with this status; `active`: all that are not offline."""
 
 
+class CapacityQuery(_Sent, frozen=True):
+    within: Annotated[float, Meta(ge=1, le=86_400)] = 300.0
+    """Within how many seconds the waiting work should be done."""
+
+
 def seconds_of(time: float | datetime | None) -> float | None:
     if isinstance(time, datetime):
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()

@@ -7,7 +7,9 @@ roles are generated from `ROUTES`. The hub binds a handler to each name.
 from __future__ import annotations
 
 from comfyfleet.model.calls import Explanation, Release
+from comfyfleet.model.capacity import CapacityReport
 from comfyfleet.model.errors import RefusalCode
+from comfyfleet.model.estimate import Quote
 from comfyfleet.wire import answers, bodies, keys, progress, worker
 from comfyfleet.wire.admin_routes import CREDITS, FILES, HUB, KEYS, TENANTS, WEBHOOKS
 from comfyfleet.wire.route import (
@@ -70,6 +72,18 @@ JOBS = tagged(
         max_bytes=LARGE_BYTES,
         in_parts=True,
         headers=("Idempotency-Key",),
+    ),
+    post_route(
+        "quote_job",
+        "/api/jobs/quote",
+        "Quote a job before it is submitted: expected start, end, duration and cost. Takes the body of a submission",
+        CALLERS,
+        Quote,
+        body=bodies.SubmitBody,
+        max_bytes=LARGE_BYTES,
+        reads=bodies.RawSubmitBody,
+        only_reads=True,
+        refuses=(RefusalCode.INVALID_WORKFLOW, RefusalCode.UNWORKABLE),
     ),
     post_route(
         "convert",
@@ -211,6 +225,14 @@ JOBS = tagged(
 QUEUE = tagged(
     "queue",
     get_route("stats", "/api/stats", "Count waiting, running and ended jobs", JOB_READERS, answers.StatsBody),
+    get_route(
+        "capacity",
+        "/api/capacity",
+        "Tell how much work waits, and how many more workers would do it within `within` seconds",
+        FLEET_VIEWERS,
+        CapacityReport,
+        query=bodies.CapacityQuery,
+    ),
     post_route(
         "pause_queue",
         "/api/queue/pause",

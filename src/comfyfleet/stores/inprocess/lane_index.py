@@ -38,6 +38,8 @@ class LaneIndex:
         self._lanes: dict[LaneKey, Lane] = {}
         self._lanes_of: dict[ClassKey, dict[int, dict[Lane, None]]] = {}
         """By class and priority."""
+        self._lanes_at: dict[int, dict[Lane, None]] = {}
+        """By priority."""
         self._waiting: dict[int, int] = {}
         """How many jobs wait at each priority."""
         self._profiles: dict[ProfileKey, ProfileLanes] = {}
@@ -118,6 +120,7 @@ class LaneIndex:
             self._lane_numbers += 1
             lane = self._lanes[key] = Lane(key, self._lane_numbers)
             self._lanes_of[key.class_key].setdefault(key.priority, {})[lane] = None
+            self._lanes_at.setdefault(key.priority, {})[lane] = None
         self._waiting[key.priority] = self._waiting.get(key.priority, 0) + 1
         if lane.add(sequence):
             for profile in self._profiles_of[key.class_key]:
@@ -134,6 +137,9 @@ class LaneIndex:
         if not lane:
             # An index may still hold the object; it drops an empty lane.
             del self._lanes[key]
+            del self._lanes_at[priority][lane]
+            if not self._lanes_at[priority]:
+                del self._lanes_at[priority]
             by_priority = self._lanes_of[key.class_key]
             del by_priority[priority][lane]
             if not by_priority[priority]:
@@ -144,6 +150,13 @@ class LaneIndex:
     def waiting_from(self, priority: int) -> int:
         """How many jobs of this priority or a higher one wait."""
         return sum(count for each, count in self._waiting.items() if each >= priority)
+
+    def waiting_lanes(self, limit: int) -> list[tuple[LaneKey, int, int, int]]:
+        """By descending priority: the lane, how many jobs wait in it, its first and its last sequence number."""
+        lanes = (
+            lane for priority in sorted(self._lanes_at, reverse=True) for lane in self._lanes_at[priority]
+        )
+        return [(lane.key, len(lane), lane.first, lane.items[-1]) for lane in islice(lanes, limit)]
 
     def position(self, key: LaneKey, sequence: int) -> int:
         """How many waiting jobs come before this one, by priority and age."""

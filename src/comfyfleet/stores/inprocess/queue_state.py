@@ -34,7 +34,7 @@ from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
+from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LaneBacklog, LeaseState, Peek, QueuePlace
 from comfyfleet.stores.guards import extended, granted, holds, is_leased_as
 from comfyfleet.stores.inprocess.blocks import BlockTable, WorkflowStatsTable
 from comfyfleet.stores.inprocess.due_times import DueTimes
@@ -290,6 +290,16 @@ class QueueState(Generic[E]):
         if entry is None or not entry.dispatch.stands_in_lane:
             return None
         return self.index.position(entry.dispatch.lane, entry.dispatch.sequence)
+
+    def waiting_lanes(self, limit: int) -> list[LaneBacklog]:
+        return [
+            LaneBacklog(lane, waiting, self._place_of(first), self._place_of(last))
+            for lane, waiting, first, last in self.index.waiting_lanes(limit)
+        ]
+
+    def _place_of(self, sequence: int) -> QueuePlace:
+        dispatch = self.entries[self._by_sequence[sequence]].dispatch
+        return QueuePlace(sequence, dispatch.queued_at, dispatch.place)
 
     # loading and unloading
 

@@ -14,7 +14,7 @@ from comfyfleet.model.dispatch import Candidate, Dispatch
 from comfyfleet.model.ids import JobId, WorkerId, WorkflowHash
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
-from comfyfleet.ports import Clock, Counts, EligibilityMatrix, Peek
+from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LaneBacklog, Peek
 from comfyfleet.stores.inprocess.queue_state import JobEnd, QueueEntry, QueueState
 
 E = TypeVar("E", bound=QueueEntry)
@@ -94,6 +94,9 @@ class InProcessStore(Generic[E]):
 
     async def position(self, job_id: JobId) -> int | None:
         return self._state.position(job_id)
+
+    async def waiting_lanes(self, limit: int) -> list[LaneBacklog]:
+        return self._state.waiting_lanes(limit)
 
     async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
         return [await self.load(job_id) for job_id in job_ids]

@@ -18,6 +18,7 @@ from comfyfleet.model.dispatch import (
     Attempt,
     Candidate,
     Dispatch,
+    LaneKey,
     LeaseOffer,
     LeaseRef,
     Phase,
@@ -30,7 +31,7 @@ from comfyfleet.model.ids import JobId, PollId, ProfileKey, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.ports import Clock, Counts, LeaseState, Peek
+from comfyfleet.ports import Clock, Counts, LaneBacklog, LeaseState, Peek, QueuePlace
 from comfyfleet.stores.guards import extended, holds, is_leased_as
 from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lane_counts, lanes, rows
 from comfyfleet.stores.postgres.connections import ConnectionPool, Later, SqlStep, Values
@@ -103,6 +104,22 @@ _POSITION = """
 SELECT (SELECT count(*) FROM comfyfleet.lanes l JOIN comfyfleet.dispatches d ON d.lane_id = l.lane_id
     WHERE l.priority > mine.priority OR (l.priority = mine.priority AND d.sequence < me.sequence))
 FROM comfyfleet.dispatches me JOIN comfyfleet.lanes mine ON mine.lane_id = me.lane_id WHERE me.job_id = %s
+"""
+
+_WAITING_LANES = """
+SELECT class_key, tenant, priority, workflow_hash,
+    (SELECT coalesce(sum(t.waiting), 0)::bigint FROM comfyfleet.lane_tallies t WHERE t.lane_id = l.lane_id),
+    oldest.*, newest.*
+FROM comfyfleet.lanes l
+CROSS JOIN LATERAL (
+    SELECT d.sequence, d.queued_at, coalesce((d.envelope ->> 'place')::bigint, 0) FROM comfyfleet.dispatches d
+    WHERE d.lane_id = l.lane_id AND d.sequence >= l.head ORDER BY d.sequence LIMIT 1
+) AS oldest
+CROSS JOIN LATERAL (
+    SELECT d.sequence, d.queued_at, coalesce((d.envelope ->> 'place')::bigint, 0) FROM comfyfleet.dispatches d
+    WHERE d.lane_id = l.lane_id AND d.sequence >= l.head ORDER BY d.sequence DESC LIMIT 1
+) AS newest
+ORDER BY priority DESC LIMIT %s
 """
 
 _DEAD_LETTER = """
@@ -415,6 +432,15 @@ class PostgresStore:
     async def position(self, job_id: JobId) -> int | None:
         found = await self._pool.fetch(_POSITION, (job_id,))
         return int(found[0][0]) if found else None
+
+    async def waiting_lanes(self, limit: int) -> list[LaneBacklog]:
+        found = []
+        for *lane, jobs, first, first_at, first_place, last, last_at, last_place in await self._pool.fetch(
+            _WAITING_LANES, (limit,)
+        ):
+            oldest, newest = QueuePlace(first, first_at, first_place), QueuePlace(last, last_at, last_place)
+            found.append(LaneBacklog(LaneKey(*lane), max(1, jobs), oldest, newest))
+        return found
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         return await self._dispatches(_DEAD_LETTER, {"after": after, "limit": limit})

@@ -326,6 +326,19 @@ define_reading('position', function(s, args)
   return ahead
 end)
 
+-- limit → for each lane with waiting jobs, by descending priority: its oldest job, how many wait, and its newest job if that
+-- is another one
+define_reading('waiting_lanes', function(s, args)
+  local answer = {}
+  for place, name in ipairs(call('ZRANGE', s.p .. 'jobs:pending', 0, tonumber(args[4]) - 1, 'REV')) do
+    local lane = s.p .. 'lane:' .. name
+    local waiting = call('ZCARD', lane)
+    local newest = waiting > 1 and read(s, job_key(s, call('ZRANGE', lane, -1, -1)[1]))
+    answer[place] = {read(s, job_key(s, call('ZRANGE', lane, 0, 0)[1])), waiting, newest}
+  end
+  return answer
+end)
+
 local function by_id(s, key, args)
   local first = args[5] == '' and '-' or '(' .. args[5]
   local answer = {}

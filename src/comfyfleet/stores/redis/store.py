@@ -25,7 +25,16 @@ from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
-from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek, RecordQuery
+from comfyfleet.ports import (
+    Clock,
+    Counts,
+    EligibilityMatrix,
+    LaneBacklog,
+    LeaseState,
+    Peek,
+    QueuePlace,
+    RecordQuery,
+)
 from comfyfleet.stores.inprocess.blocks import MAX_WORKFLOW_STATS
 from comfyfleet.stores.inprocess.lane_index import MAX_IDLE_CLASSES
 from comfyfleet.stores.redis import codec
@@ -309,6 +318,9 @@ class RedisStore:
         assert ahead is None or isinstance(ahead, int)
         return ahead
 
+    async def waiting_lanes(self, limit: int) -> list[LaneBacklog]:
+        return [_lane_backlog(as_list(row)) for row in as_list(await self._ask("waiting_lanes", limit))]
+
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         return await self._dispatches("dead_letter", limit, after or "")
 
@@ -425,6 +437,17 @@ class RedisRecords:
 
 def _worker_arguments(worker: WorkerRecord) -> tuple[str | bytes, ...]:
     return worker.worker_id, msgspec.json.encode(worker), worker.profile, worker.registration
+
+
+def _lane_backlog(row: list[object]) -> LaneBacklog:
+    oldest, waiting = decode_dispatch(row[0]), row[1]
+    assert isinstance(waiting, int), "the length of a lane is a number"
+    newest = oldest if row[2] is None else decode_dispatch(row[2])
+    return LaneBacklog(oldest.lane, waiting, _place(oldest), _place(newest))
+
+
+def _place(dispatch: Dispatch) -> QueuePlace:
+    return QueuePlace(dispatch.sequence, dispatch.queued_at, dispatch.place)
 
 
 def _candidate(row: list[object]) -> Candidate:

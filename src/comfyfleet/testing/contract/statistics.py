@@ -48,7 +48,7 @@ class StatisticsContract:
         known = WorkflowStats(HASH, {"card": MeanDuration(3.0, 21)}, memory_by_tenant={tenant("ann"): 24.0})
         assert await store.get_workflow_stats(HASH) == known
         after = await store.add_workflow_stats(WorkflowStatsDelta(HASH, "card", 8.0, 0.2, 2))
-        assert after.durations == {"card": MeanDuration(3.0 + 0.2 * 5.0, 22)}, (
+        assert after.durations == {"card": MeanDuration(3.0 + 0.2 * 5.0, 22, 0.2 * 5.0)}, (
             "the newest counts, but not alone"
         )
         await store.add_workflow_stats(WorkflowStatsDelta(HASH, "other", 1.0, 0.2, 2))

@@ -13,6 +13,7 @@ from comfyfleet.testing.contract.settlement import SettlementContract
 from comfyfleet.testing.contract.state import StateContract
 from comfyfleet.testing.contract.statistics import StatisticsContract
 from comfyfleet.testing.contract.store_bench import UsesBench
+from comfyfleet.testing.contract.waiting_lanes import WaitingLanesContract
 
 
 class StoreContract(
@@ -25,6 +26,7 @@ class StoreContract(
     SettlementContract,
     FairShareContract,
     LoadTimesContract,
+    WaitingLanesContract,
     DifferentialContract,
     UsesBench,
 ):

@@ -154,6 +154,7 @@ class StoreBench:
             "polls": [await store.leased_by_poll(poll) for poll in self.polls],
             "leases": [await store.leases_of(worker) for worker in (A, B)],
             "peeks": [await self.peek(worker, profile) for worker in (A, B) for profile in (FAST, SLOW)],
+            "lanes": sorted(await store.waiting_lanes(1000), key=lambda each: each.lane),
             "listing": await store.records.listing(RecordQuery(limit=1000)),
             "jobs": [
                 (
