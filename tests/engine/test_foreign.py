@@ -247,7 +247,7 @@ async def test_an_engine_that_dies_after_its_verdict_leaves_nothing_to_be_judged
                 died.set()
                 await asyncio.Event().wait()
 
-            monkeypatch.setattr(dying.store.direct_workers, "settled", die)
+            monkeypatch.setattr(dying.store.direct_workers, "handled", die)
             await guest.register()
             job_id = (await dying.submit(Submission(graph()))).job_id
             await guest.fail(await guest.take())
