@@ -263,6 +263,9 @@ class FleetOutlook:
         now = self._clock.monotonic()
         if now < self._read_at + (self._rules.round_s if self._store.is_shared else inf):
             return
+        if self._changed is not None:
+            # Another pass reads them now, and the store is slow.
+            return
         self._read_at = now
         names = list(self._fleet.workers)
         self._changed = set()
