@@ -5,8 +5,9 @@ This module reads the flags and prints; `simulation/` does the work.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.types import StringParamType
@@ -17,12 +18,12 @@ from comfyfleet.cli.options import HUB_SETTINGS, as_json, settings
 from comfyfleet.cli.output import echo, print_json, print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from comfyfleet.client.client import FleetClient
     from comfyfleet.simulation.history import PastJob, PastWorker
     from comfyfleet.simulation.metrics import Outcome
     from comfyfleet.simulation.scenario import Scenario, WorkerGroup
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _POLICY_NAMES = ("first-come", "shortest-queue", "least-loaded", "selectivity", "overtaking", "comfyfleet")
 _MAX_HISTORY = 200_000
@@ -45,7 +46,7 @@ class _Load(StringParamType):
         return load
 
 
-def _option(group: str, *names: str, **more: Any) -> Any:
+def _option(group: str, *names: str, **more: Any) -> Callable[[F], F]:
     return click.option(*names, cls=GroupedOption, group=group, **more)
 
 
@@ -60,8 +61,8 @@ _FLEET, _JOBS, _WHAT_IF, _FAULTS = "Servers", "Jobs", "A hub's own jobs", "Fault
     multiple=True,
     type=click.Choice(_POLICY_NAMES),
     metavar="NAME",
-    help="Simulate this policy: first-come, shortest-queue, least-loaded, selectivity, overtaking, or comfyfleet, which is "
-    "the real engine. Repeatable. Default: all.",
+    help="Simulate this policy: first-come, shortest-queue, least-loaded, selectivity, overtaking, or comfyfleet, "
+    "which is the real engine. Repeatable. Default: all.",
 )
 @click.option(
     "--patience",
@@ -70,7 +71,9 @@ _FLEET, _JOBS, _WHAT_IF, _FAULTS = "Servers", "Jobs", "A hub's own jobs", "Fault
     metavar="LOADS",
     help="The engine's patience, in model loads. Repeatable, to compare; 0 is first come, first served.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random draws.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random draws."
+)
 @click.option(
     "--html",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -78,7 +81,9 @@ _FLEET, _JOBS, _WHAT_IF, _FAULTS = "Servers", "Jobs", "A hub's own jobs", "Fault
     help="Also write a page with charts. It is one file and loads nothing.",
 )
 @as_json
-@_option(_FLEET, "--workers", type=click.IntRange(1, 10_000), metavar="N", help="Equal servers.  [default: 4]")
+@_option(
+    _FLEET, "--workers", type=click.IntRange(1, 10_000), metavar="N", help="Equal servers.  [default: 4]"
+)
 @_option(
     _FLEET,
     "--add-worker",
@@ -94,10 +99,12 @@ _FLEET, _JOBS, _WHAT_IF, _FAULTS = "Servers", "Jobs", "A hub's own jobs", "Fault
     "--load",
     type=_Load(),
     metavar="SHARE",
-    help="How fast jobs arrive: 0.8 is 80 % of what the servers could do with all models loaded; batch is all at once.  "
-    "[default: batch]",
+    help="How fast jobs arrive: 0.8 is 80 % of what the servers could do with all models loaded; batch is all at "
+    "once.  [default: batch]",
 )
-@_option(_JOBS, "--hours", type=click.FloatRange(0, min_open=True), help="Spread the jobs over so many hours.")
+@_option(
+    _JOBS, "--hours", type=click.FloatRange(0, min_open=True), help="Spread the jobs over so many hours."
+)
 @_option(_JOBS, "--burst", type=click.IntRange(1), metavar="N", help="So many jobs of one model together.")
 @_option(
     _JOBS,
@@ -106,7 +113,9 @@ _FLEET, _JOBS, _WHAT_IF, _FAULTS = "Servers", "Jobs", "A hub's own jobs", "Fault
     metavar="TIMES",
     help="How many times as long as a warm run a cold one takes.",
 )
-@_option(_JOBS, "--skew", type=click.FloatRange(0), help="Popularity of the models by Zipf's law: 0 is equal.")
+@_option(
+    _JOBS, "--skew", type=click.FloatRange(0), help="Popularity of the models by Zipf's law: 0 is equal."
+)
 @_option(_WHAT_IF, "--from-hub", is_flag=True, help="Take servers and jobs from what a hub has run.")
 @_option(
     _WHAT_IF,

@@ -1,1 +1,1 @@
-"""Simulated fleets: the real engine on simulated time, other policies beside it, reports, and a simulation of faults."""
+"""Simulated fleets: the real engine on simulated time, other policies beside it, reports, and random faults."""

@@ -58,7 +58,9 @@ def bar_chart(bars: Sequence[tuple[str, float]], unit: str) -> str:
         parts.append(
             f'<rect x="{left}" y="{y}" width="{max(1.0, length):.1f}" height="18" fill="{colour(number)}"/>'
         )
-        parts.append(f'<text x="{left + length + 8:.1f}" y="{y + 14}">{number_text(value)}{escape(unit)}</text>')
+        parts.append(
+            f'<text x="{left + length + 8:.1f}" y="{y + 14}">{number_text(value)}{escape(unit)}</text>'
+        )
     return _svg(parts, len(bars) * row + 8, unit)
 
 
@@ -109,7 +111,9 @@ def timeline(rows: Sequence[str], bars: Sequence[Bar], until_s: float) -> str:
         )
     bottom = height - _BOTTOM
     for tick in _ticks(until_s):
-        parts.append(f'<text x="{to_x(tick):.1f}" y="{bottom + 14}" text-anchor="middle">{number_text(tick)}</text>')
+        parts.append(
+            f'<text x="{to_x(tick):.1f}" y="{bottom + 14}" text-anchor="middle">{number_text(tick)}</text>'
+        )
     parts.append(f'<text x="{WIDTH / 2}" y="{height - 4}" text-anchor="middle">time, s</text>')
     return _svg(parts, height, "timeline by server")
 
@@ -169,6 +173,4 @@ def _ticks(most: float) -> list[float]:
 
 
 def _svg(parts: Sequence[str], height: float, label: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
-    )
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'

@@ -121,10 +121,10 @@ class _EngineRun:
         slowest = min(min(server.spec.speed, server.spec.disk_speed) for server in self._servers)
         absences = [returns for server in self._servers for _, returns in server.spec.absences]
         limit_s = _PATIENCE * longest_s / slowest + DETECTION_S
-        quiet_since_s = max((*absences, *(job.arrives_s for job in self._jobs)), default=0.0)
+        last_change_s = max((*absences, *(job.arrives_s for job in self._jobs)), default=0.0)
         loop = asyncio.get_running_loop()
-        while loop.time() < max(quiet_since_s, self._ended_at_s) + limit_s:
-            await asyncio.sleep(limit_s)
+        while (quiet_s := max(last_change_s, self._ended_at_s) + limit_s - loop.time()) > 0:
+            await asyncio.wait((self._is_done,), timeout=quiet_s)
         self._end()
 
     def _end(self) -> None:

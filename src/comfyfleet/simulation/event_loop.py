@@ -46,7 +46,7 @@ class SimulatedTimeLoop(asyncio.BaseEventLoop):
         return ()
 
     def run_in_executor(  # type: ignore[override]
-        self, executor: object, func: Callable[..., T], *args: Any
+        self, _executor: object, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
         """Runs the function at once: threads have no order that a seed could repeat."""
         done = self.create_future()

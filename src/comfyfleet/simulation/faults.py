@@ -21,7 +21,7 @@ from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, R
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId
-from comfyfleet.model.job import JobResult, Submission
+from comfyfleet.model.job import Submission
 from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
@@ -178,7 +178,8 @@ class FaultWorld:
         self.checker = PromiseChecker(self.store, self._store_clock, longest_s)
         self._processes = [EngineProcess(self, number, clock) for number, clock in enumerate(clocks)]
         self._servers = [
-            SimulatedServer(number, ServerSpec(f"gpu-{number + 1}")) for number in range(self.rng.randint(1, 5))
+            SimulatedServer(number, ServerSpec(f"gpu-{number + 1}"))
+            for number in range(self.rng.randint(1, 5))
         ]
         self._graphs = WorkflowGraphs(self._workflows)
         self._mean_gap_s = self.rng.uniform(2.0, 12.0) / len(self._servers)
@@ -359,7 +360,9 @@ class FaultWorld:
             return
         result = self._graphs.result(workflow, loaded, load_s, run_s, began_at)
         # As a picture depends on its workflow, so that a mix-up shows.
-        result = msgspec.structs.replace(result, outputs={"15": {"digest": [payload_digest(leased.workflow)]}})
+        result = msgspec.structs.replace(
+            result, outputs={"15": {"digest": [payload_digest(leased.workflow)]}}
+        )
         call = Completion(leased.ref, result, load_s + run_s)
         if await self._report(lambda engine: engine.complete(call)):
             self.checker.reported(call)
@@ -399,9 +402,9 @@ class FaultWorld:
 
     async def _break_things(self) -> None:
         rng = self.rng
-        while not self._is_calm:
-            await asyncio.sleep(rng.expovariate(1 / _FAULT_EVERY_S))
-            if self._is_calm:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._calm.wait(), rng.expovariate(1 / _FAULT_EVERY_S))
                 return
             if rng.random() < 0.75:
                 rng.choice(self._processes).crash()
@@ -411,4 +414,3 @@ class FaultWorld:
                 rng.choice(self._clocks).set_by(jump_s)
                 self.checker.jumps_s += abs(jump_s)
                 self.checker.allowance_s += abs(jump_s)
-        self._end_faults()

@@ -54,10 +54,7 @@ class WorkflowGraphs:
     def capabilities(self, server: ServerSpec) -> Capabilities:
         """A server offers the models that fit its card."""
         models = {
-            model.name
-            for workflow in self._workflows
-            if server.fits(workflow)
-            for model in workflow.models
+            model.name for workflow in self._workflows if server.fits(workflow) for model in workflow.models
         }
         classes = {*_CORE, *_LOADERS, *(f"Workflow{number}" for number in range(len(self._workflows)))}
         service = Service("comfyui", models=frozenset(models), node_classes=frozenset(classes))
@@ -90,7 +87,11 @@ def _fixed_nodes(workflow: SimulatedWorkflow, kind: str) -> dict[str, Any]:
         if place == 0:
             nodes[_loader_id(0)] = {"class_type": _LOADERS[0], "inputs": {"ckpt_name": model.name}}
             continue
-        inputs = {"lora_name": model.name, "model": [_loader_id(place - 1), 0], "clip": [_loader_id(place - 1), 1]}
+        inputs = {
+            "lora_name": model.name,
+            "model": [_loader_id(place - 1), 0],
+            "clip": [_loader_id(place - 1), 1],
+        }
         nodes[_loader_id(place)] = {"class_type": _LOADERS[1], "inputs": inputs}
     if not workflow.models:
         nodes[_loader_id(-1)] = {"class_type": kind, "inputs": {}}

@@ -85,7 +85,9 @@ class LeastLoaded(ShortestQueue):
         self._last: dict[int, SimulatedWorkflow] = {}
 
     def arrived(self, queue: QueueSimulation, job: SimulatedJob) -> bool:
-        ends = {server.index: self._end_s(queue, server, job.workflow) for server in _able(queue, job.workflow)}
+        ends = {
+            server.index: self._end_s(queue, server, job.workflow) for server in _able(queue, job.workflow)
+        }
         index = min(ends, key=lambda each: (ends[each], each))
         self._ends_s[index], self._last[index] = ends[index], job.workflow
         queue.servers[index].queue.append(job)

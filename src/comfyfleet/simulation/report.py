@@ -61,9 +61,13 @@ def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
         )
     for outcome in outcomes:
         if outcome.unfinished:
-            notes.append(f"{outcome.label}: {outcome.unfinished} jobs had not ended when nothing happened any more.")
+            notes.append(
+                f"{outcome.label}: {outcome.unfinished} jobs had not ended when nothing happened any more."
+            )
         if by_label[outcome.label].restarts:
-            notes.append(f"{outcome.label}: {by_label[outcome.label].restarts} runs were lost with their server.")
+            notes.append(
+                f"{outcome.label}: {by_label[outcome.label].restarts} runs were lost with their server."
+            )
     return notes
 
 

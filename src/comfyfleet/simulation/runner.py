@@ -31,7 +31,8 @@ def variants_of(policies: Sequence[str], patience: Sequence[float] = ()) -> list
     for policy in dict.fromkeys(policies):
         if policy == ENGINE and patience:
             found += [
-                Variant(f"{ENGINE}, patience {value:g}", rules=_rules(value)) for value in dict.fromkeys(patience)
+                Variant(f"{ENGINE}, patience {value:g}", rules=_rules(value))
+                for value in dict.fromkeys(patience)
             ]
         else:
             found.append(Variant(policy, policy))

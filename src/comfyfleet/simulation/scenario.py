@@ -189,7 +189,7 @@ def checked(scenario: Scenario) -> Scenario:
         if not any(server.fits(workflow) for server in scenario.servers):
             largest = max(server.vram_gb for server in scenario.servers)
             raise ScenarioMistake(
-                f"workflow {workflow.name!r} needs {workflow.largest_gb:g} GB and the largest worker has {largest:g} GB: "
+                f"workflow {workflow.name!r} needs {workflow.largest_gb:g} GB, and the largest worker has {largest:g} GB: "
                 f"add one, such as --add-worker {workflow.largest_gb:g}GB"
             )
     return scenario
@@ -198,9 +198,7 @@ def checked(scenario: Scenario) -> Scenario:
 def _rate(
     jobs: JobStream, workflows: Sequence[SimulatedWorkflow], servers: Sequence[ServerSpec]
 ) -> float | None:
-    given = [
-        name for name in ("load", "rate", "duration_s") if getattr(jobs, name) not in (None, "batch")
-    ]
+    given = [name for name in ("load", "rate", "duration_s") if getattr(jobs, name) not in (None, "batch")]
     if len(given) > 1:
         raise ScenarioMistake(f"{' and '.join(given)} both say how fast jobs arrive: give one of them")
     if isinstance(jobs.load, float | int):
@@ -223,7 +221,9 @@ def _workflows(file: ScenarioFile) -> tuple[SimulatedWorkflow, ...]:
                 f"workflow {entry.name!r} names the model {unknown[0]!r}, which no [[models]] describes; "
                 f"known: {', '.join(models) or 'none'}"
             )
-        _check_positive((f"run_s of {entry.name!r}", entry.run_s), (f"weight of {entry.name!r}", entry.weight))
+        _check_positive(
+            (f"run_s of {entry.name!r}", entry.run_s), (f"weight of {entry.name!r}", entry.weight)
+        )
         found.append(
             SimulatedWorkflow(
                 entry.name, tuple(models[name] for name in entry.models), entry.run_s, entry.weight

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 from comfyfleet.model.errors import Fault
 
 _WRITES = frozenset(
-    "enqueue lease write heartbeat purge put remove put_class put_profile drop_profiles put_worker add_worker "
-    "replace_worker apply_worker_delta remove_worker pause_queue mark_late put_block lift expired_blocks "
-    "put_workflow_stats add_workflow_stats send_command put_terms charge".split()
+    {"enqueue", "lease", "write", "heartbeat", "purge", "mark_late", "pause_queue", "send_command"}
+    | {"put_worker", "add_worker", "replace_worker", "apply_worker_delta", "remove_worker"}
+    | {"put_class", "put_profile", "drop_profiles", "put_block", "lift", "expired_blocks"}
+    | {"put_workflow_stats", "add_workflow_stats", "put", "remove", "put_terms", "charge"}
 )
 _PARTS = frozenset({"records", "documents", "fair_share", "job_transfer"})
 _DELAYED = 0.03

@@ -47,15 +47,13 @@ def checkpoints(
         ]
     else:
         power = 1.0 if skew is None else skew
-        kinds = [
-            (f"model_{n + 1}", 1 / (n + 1) ** power, (_SDXL, _SDXL, _SD15)[n % 3]) for n in range(count)
-        ]
+        kinds = [(f"model_{n + 1}", 1 / (n + 1) ** power, (_SDXL, _SDXL, _SD15)[n % 3]) for n in range(count)]
     found = []
     for name, weight, (size_gb, run_s, load_s) in kinds:
         if is_disk_slow:
-            load_s = 29.0 if size_gb > _SMALL_GB else 9.0  # noqa: PLW2901
+            load_s = 29.0 if size_gb > _SMALL_GB else 9.0
         if cold_ratio is not None:
-            load_s = run_s * (cold_ratio - 1)  # noqa: PLW2901
+            load_s = run_s * (cold_ratio - 1)
         found.append(
             SimulatedWorkflow(
                 name, (SimulatedModel(f"{name}.safetensors", size_gb, load_s),), run_s, float(weight)
