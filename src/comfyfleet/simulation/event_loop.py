@@ -7,6 +7,7 @@ sleeps. `SimulatedClock` and `SimulatedRandom` are the ports of an engine on thi
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -20,6 +21,11 @@ START = 1_000_000.0
 _RESOLUTION_S = 1e-9
 
 
+def _resolution_s(at: float) -> float:
+    """Timers that differ by less fire together. Late in a simulation, floats are farther apart than a nanosecond."""
+    return max(_RESOLUTION_S, 4 * math.ulp(at))
+
+
 class EverythingWaits(RuntimeError):
     """Every task waits and no timer is set, so nothing can ever happen again."""
 
@@ -30,7 +36,7 @@ class SimulatedTimeLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._seconds = 0.0
-        self._clock_resolution = _RESOLUTION_S
+        self._clock_resolution = _resolution_s(0.0)
         self._selector = self
         self._scheduled: list[asyncio.TimerHandle]
 
@@ -43,6 +49,7 @@ class SimulatedTimeLoop(asyncio.BaseEventLoop):
         if timeout > 0:
             # The time of the timer itself: a sum would be off by a rounding error, and the timer too early.
             self._seconds = max(self._seconds, self._scheduled[0].when())
+            self._clock_resolution = _resolution_s(self._seconds)
         return ()
 
     def run_in_executor(  # type: ignore[override]
@@ -86,9 +93,9 @@ class SimulatedClock:
         self._set_by += seconds
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        # Twice the resolution later, so that the wall clock has reached `when` after rounding.
-        at = when - START - self._set_by + 2 * _RESOLUTION_S
-        return self._loop.call_at(max(at, self._loop.time()), callback)
+        # A little later, so that the wall clock has reached `when` in spite of rounding.
+        at = when - START - self._set_by
+        return self._loop.call_at(max(at + 2 * _resolution_s(when), self._loop.time()), callback)
 
 
 class SimulatedRandom:
