@@ -121,7 +121,7 @@ def read_scenario(path: Path) -> ScenarioFile:
         return msgspec.convert(tomllib.loads(text.decode()), ScenarioFile)
     except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # A validation error is a decode error that names the field.
-        raise ScenarioMistake(f"{path}: {error}. `comfyfleet simulate --help` shows an example.") from error
+        raise ScenarioMistake(f"{path}: {error}. docs/simulate.md has an example.") from error
 
 
 def read_worker(text: str) -> WorkerGroup:
@@ -189,8 +189,8 @@ def checked(scenario: Scenario) -> Scenario:
         if not any(server.fits(workflow) for server in scenario.servers):
             largest = max(server.vram_gb for server in scenario.servers)
             raise ScenarioMistake(
-                f"workflow {workflow.name!r} needs {workflow.largest_gb:g} GB, and the largest worker has {largest:g} GB: "
-                f"add one, such as --add-worker {workflow.largest_gb:g}GB"
+                f"workflow {workflow.name!r} needs {workflow.largest_gb:g} GB, "
+                f"and the largest worker has {largest:g} GB: add one, such as --add-worker {workflow.largest_gb:g}GB"
             )
     return scenario
 

@@ -1,0 +1,106 @@
+"""`comfyfleet simulate` as people call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLI = (sys.executable, "-m", "comfyfleet.cli.main", "simulate")
+
+
+def call(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLI, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80", **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def table() -> str:
+    ended = call("--jobs", "40")
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_table_fits_eighty_columns(table: str) -> None:
+    lines = table.splitlines()
+    assert lines[0] == "40 jobs on 4 servers, seed 0"
+    assert lines[1].split() == [
+        "policy",
+        "all",
+        "done",
+        "mean",
+        "p95",
+        "p99",
+        "max",
+        "wait",
+        "loads",
+        "useful",
+    ]
+    assert max(map(len, lines[1:8])) <= 80
+    policies = [line.split()[0] for line in lines[2:8]]
+    assert policies == [
+        "first-come",
+        "shortest-queue",
+        "least-loaded",
+        "selectivity",
+        "overtaking",
+        "comfyfleet",
+    ]
+
+
+def test_a_seed_repeats_everything_in_every_process(table: str) -> None:
+    assert call("--jobs", "40", PYTHONHASHSEED="1").stdout == table
+    assert call("--jobs", "40", PYTHONHASHSEED="2").stdout == table
+    assert call("--jobs", "40", "--seed", "1").stdout != table
+
+
+def test_the_help_fits_eighty_columns_and_has_examples() -> None:
+    shown = call("--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "comfyfleet simulate --from-hub --add-worker 2x24GB" in shown
+
+
+def test_more_workers_are_a_row_of_their_own(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    ended = call(
+        "--jobs", "30", "--policy", "comfyfleet", "--add-worker", "2x24GB", "--json", "--html", str(page)
+    )
+    now, then = json.loads(ended.stdout)
+    assert then["policy"] == "comfyfleet, 2 more"
+    assert then["measured"]["mean_s"] < now["measured"]["mean_s"]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_faults_are_counted_and_a_seed_can_be_played_alone() -> None:
+    ended = call("--faults", "2", "--steps", "60", "--seed", "5")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("2 seeds, 120 steps, ")
+    assert ended.stdout.endswith("0 violations\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--load", "lots"), "neither batch nor a number above 0"),
+        (("--add-worker", "big"), "'big' is not a worker: write 24GB"),
+        (("--policy", "fastest"), "'fastest' is not one of"),
+        (("--faults", "1", "--jobs", "5"), "--faults does not go together with --jobs"),
+        (("--from-hub", "--load", "1"), "--from-hub does not go together with --load"),
+        (("nowhere.toml",), "nowhere.toml"),
+    ],
+)
+def test_wrong_input_is_named(arguments: tuple[str, ...], words: str) -> None:
+    ended = call(*arguments)
+    assert ended.returncode == 2
+    assert words in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr
