@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from comfyfleet.simulation.engine_run import run_engine
-from comfyfleet.simulation.metrics import Metrics, Outcome, measure
+from comfyfleet.simulation.metrics import RunMetrics, SimulationRun, measure
 from comfyfleet.simulation.policies import ENGINE, POLICIES
 from comfyfleet.simulation.queue_simulation import QueueSimulation
 from comfyfleet.simulation.world import ServerSpec, SimulatedJob, SimulatedModel, SimulatedWorkflow
@@ -42,5 +42,5 @@ def played(
     return jobs
 
 
-def measured(policy: str, specs: Sequence[ServerSpec], jobs: Sequence[SimulatedJob]) -> Metrics:
-    return measure(Outcome(policy, tuple(specs), tuple(played(policy, specs, jobs))))
+def measured(policy: str, specs: Sequence[ServerSpec], jobs: Sequence[SimulatedJob]) -> RunMetrics:
+    return measure(SimulationRun(policy, tuple(specs), tuple(played(policy, specs, jobs))))

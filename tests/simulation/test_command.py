@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.cli._hub import hub_with_a_worker
+
+from comfyfleet.client.client import FleetClient
+from comfyfleet.model.access import Role
 
 CLI = (sys.executable, "-m", "comfyfleet.cli.main", "simulate")
 
@@ -104,3 +109,37 @@ def test_wrong_input_is_named(arguments: tuple[str, ...], words: str) -> None:
     assert ended.returncode == 2
     assert words in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
+
+
+def test_what_if_questions_about_the_jobs_of_a_hub() -> None:
+    graph = {"1": {"class_type": "KSampler", "inputs": {"seed": 1}}}
+    with hub_with_a_worker() as address:
+        key = address.keys[Role.ADMIN]
+
+        async def submit() -> None:
+            async with FleetClient(address.url, key=key) as client:
+                for _ in range(4):
+                    submitted = await client.submit(graph)
+                    await client.wait(submitted.id, 30)
+
+        asyncio.run(submit())
+        ended = call(
+            *("--from-hub", "--hub", address.url, "--key", key, "--policy", "comfyfleet"),
+            *("--patience", "0", "--patience", "2", "--add-worker", "24GB"),
+        )
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "4 jobs of the last 24 hours on 1 servers of the hub"
+    for label in (
+        "recorded",
+        "comfyfleet, patience 0",
+        "comfyfleet, patience 2",
+        "comfyfleet, patience 0, 1 more",
+    ):
+        assert any(line.startswith(label) for line in lines), ended.stdout
+
+
+def test_a_hub_that_is_away_is_named() -> None:
+    ended = call("--from-hub", "--hub", "http://127.0.0.1:1")
+    assert ended.returncode == 4
+    assert "http://127.0.0.1:1" in ended.stderr

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import msgspec
 from tests.simulation._scenes import arriving, played, servers, workflow
 
-from comfyfleet.simulation.metrics import Outcome
+from comfyfleet.simulation.metrics import SimulationRun
 from comfyfleet.simulation.report import html_page, notes_on, table_rows
 from comfyfleet.simulation.world import ServerSpec
 
@@ -30,9 +30,9 @@ class _Page(HTMLParser):
         self.text += data
 
 
-def outcome(label: str, policy: str = "first-come", name: str = "red") -> Outcome:
+def outcome(label: str, policy: str = "first-come", name: str = "red") -> SimulationRun:
     jobs = arriving(*((number, workflow(f"{name}{number % 3}")) for number in range(12)))
-    return Outcome(label, servers(2), tuple(played(policy, servers(2), jobs)))
+    return SimulationRun(label, servers(2), tuple(played(policy, servers(2), jobs)))
 
 
 def test_the_page_loads_nothing() -> None:
@@ -56,7 +56,7 @@ def test_names_of_others_are_escaped_everywhere() -> None:
         for number, job in enumerate(evil.jobs)
     )
     found = _Page()
-    page = html_page([Outcome(EVIL, specs, jobs)], EVIL, EVIL)
+    page = html_page([SimulationRun(EVIL, specs, jobs)], EVIL, EVIL)
     found.feed(page)
     assert "script" not in found.tags
     assert found.text.count("<script>") > 5
@@ -71,7 +71,7 @@ def test_every_run_is_on_the_timeline() -> None:
 
 def test_a_row_has_the_figures_of_its_policy() -> None:
     jobs = arriving((0, workflow("red")), (0, workflow("blue")))
-    found = Outcome("first-come", servers(1), tuple(played("first-come", servers(1), jobs)))
+    found = SimulationRun("first-come", servers(1), tuple(played("first-come", servers(1), jobs)))
     assert table_rows([found]) == [["first-come", "8.0 s", "6.0 s", "8.0 s", "8.0 s", "4.0 s", "2", "25%"]]
 
 
@@ -82,4 +82,6 @@ def test_the_gain_is_said_in_words() -> None:
 
 def test_jobs_that_never_ended_are_said() -> None:
     jobs = tuple(arriving((0, workflow("red"))))
-    assert "1 jobs had not ended" in notes_on([Outcome("first-come", servers(1), jobs, unfinished=1)])[0]
+    assert (
+        "1 jobs had not ended" in notes_on([SimulationRun("first-come", servers(1), jobs, unfinished=1)])[0]
+    )

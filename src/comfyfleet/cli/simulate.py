@@ -20,7 +20,7 @@ from comfyfleet.cli.output import echo, print_json, print_table
 if TYPE_CHECKING:
     from comfyfleet.client.client import FleetClient
     from comfyfleet.simulation.history import PastJob, PastWorker
-    from comfyfleet.simulation.metrics import Outcome
+    from comfyfleet.simulation.metrics import SimulationRun
     from comfyfleet.simulation.scenario import Scenario, WorkerGroup
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -177,7 +177,7 @@ def simulate_command(
     try:
         groups = [read_worker(text) for text in more]
         variants = variants_of(policies or _POLICY_NAMES, patience)
-        recorded: list[Outcome] = []
+        recorded: list[SimulationRun] = []
         if from_hub:
             scenario, recorded, title = _read_hub(flags, since)
         else:
@@ -225,7 +225,7 @@ def _generated(file: Path | None, generated: dict[str, Any], seed: int) -> tuple
 
 def _run_all(
     scenario: Scenario, variants: Sequence[Any], groups: Sequence[WorkerGroup], seed: int
-) -> list[Outcome]:
+) -> list[SimulationRun]:
     import msgspec
 
     from comfyfleet.simulation.runner import run_variant
@@ -244,7 +244,7 @@ def _run_all(
     return outcomes
 
 
-def _print(outcomes: list[Outcome], title: str, html: Path | None, *, as_json: bool) -> None:
+def _print(outcomes: list[SimulationRun], title: str, html: Path | None, *, as_json: bool) -> None:
     from comfyfleet.simulation.metrics import measure
     from comfyfleet.simulation.report import HEADINGS, html_page, notes_on, table_rows
 
@@ -267,7 +267,7 @@ def _print(outcomes: list[Outcome], title: str, html: Path | None, *, as_json: b
 # a hub's own jobs
 
 
-def _read_hub(flags: dict[str, Any], since: float) -> tuple[Scenario, list[Outcome], str]:
+def _read_hub(flags: dict[str, Any], since: float) -> tuple[Scenario, list[SimulationRun], str]:
     import time
 
     from comfyfleet.cli.hub_connection import ask

@@ -22,7 +22,7 @@ _RESOLUTION_S = 1e-9
 
 
 def _resolution_s(at: float) -> float:
-    """Timers that differ by less fire together. Late in a simulation, floats are farther apart than a nanosecond."""
+    """Timers that differ by less fire together. Late in a simulation, floats differ by more than a nanosecond."""
     return max(_RESOLUTION_S, 4 * math.ulp(at))
 
 

@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from comfyfleet.simulation.metrics import Outcome
+from comfyfleet.simulation.metrics import SimulationRun
 from comfyfleet.simulation.scenario import Scenario, ScenarioMistake
 from comfyfleet.simulation.world import ServerSpec, SimulatedJob, SimulatedModel, SimulatedWorkflow
 
@@ -47,7 +47,7 @@ class PastWorker(msgspec.Struct, frozen=True):
 
 class History(msgspec.Struct, frozen=True):
     scenario: Scenario
-    recorded: Outcome
+    recorded: SimulationRun
     """What happened, as far as the job list tells it."""
 
 
@@ -102,7 +102,7 @@ def read_history(
         )
     shares = {tenant: weight for tenant, weight in (weights or {}).items() if weight}
     scenario = Scenario(servers, tuple(jobs), shares if len(shares) > 1 else {})
-    return History(scenario, Outcome("recorded", servers, tuple(recorded)))
+    return History(scenario, SimulationRun("recorded", servers, tuple(recorded)))
 
 
 def _cold_runs(past: Sequence[PastJob]) -> set[int]:

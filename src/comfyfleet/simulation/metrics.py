@@ -10,7 +10,7 @@ import msgspec
 from comfyfleet.simulation.world import ServerSpec, SimulatedJob
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SimulationRun(msgspec.Struct, frozen=True):
     """One policy on one workload."""
 
     label: str
@@ -22,7 +22,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Real seconds of computing."""
 
 
-class Metrics(msgspec.Struct, frozen=True):
+class RunMetrics(msgspec.Struct, frozen=True):
     jobs: int
     makespan_s: float
     """From the first arrival to the last end."""
@@ -40,14 +40,14 @@ class Metrics(msgspec.Struct, frozen=True):
     restarts: int
 
 
-def measure(outcome: Outcome) -> Metrics:
+def measure(outcome: SimulationRun) -> RunMetrics:
     ended = [job for job in outcome.jobs if job.has_ended]
     latencies = sorted(job.latency_s for job in ended)
     first_s = min((job.arrives_s for job in ended), default=0.0)
     makespan_s = max((job.end_s for job in ended), default=0.0) - first_s
     load_s = sum(job.load_s for job in ended)
     useful_s = sum(job.end_s - job.start_s for job in ended) - load_s
-    return Metrics(
+    return RunMetrics(
         jobs=len(ended),
         makespan_s=makespan_s,
         mean_s=sum(latencies) / len(latencies) if latencies else 0.0,

@@ -20,7 +20,7 @@ from comfyfleet.simulation.charts import (
     share_chart,
     timeline,
 )
-from comfyfleet.simulation.metrics import Metrics, Outcome, measure, quantile
+from comfyfleet.simulation.metrics import RunMetrics, SimulationRun, measure, quantile
 
 HEADINGS = ("policy", "all done", "mean", "p95", "p99", "max wait", "loads", "useful")
 _BUCKETS = 120
@@ -39,7 +39,7 @@ svg{width:100%;height:auto}svg text{font:12px system-ui,sans-serif;fill:currentC
 """
 
 
-def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+def table_rows(outcomes: Sequence[SimulationRun]) -> list[list[str]]:
     return [_row(outcome.label, measure(outcome)) for outcome in outcomes]
 
 
@@ -49,7 +49,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 36_000 else f"{seconds / 3600:.1f} h"
 
 
-def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
+def notes_on(outcomes: Sequence[SimulationRun]) -> list[str]:
     """Sentences that the table needs: the gain over first come, first served, and jobs that never ended."""
     notes = []
     by_label = {outcome.label: measure(outcome) for outcome in outcomes}
@@ -71,7 +71,7 @@ def notes_on(outcomes: Sequence[Outcome]) -> list[str]:
     return notes
 
 
-def html_page(outcomes: Sequence[Outcome], title: str, subtitle: str) -> str:
+def html_page(outcomes: Sequence[SimulationRun], title: str, subtitle: str) -> str:
     labels = [outcome.label for outcome in outcomes]
     metrics = [measure(outcome) for outcome in outcomes]
     rows = "".join(
@@ -106,7 +106,7 @@ def html_page(outcomes: Sequence[Outcome], title: str, subtitle: str) -> str:
     )
 
 
-def _row(label: str, found: Metrics) -> list[str]:
+def _row(label: str, found: RunMetrics) -> list[str]:
     return [
         label,
         seconds_text(found.makespan_s),
@@ -116,13 +116,13 @@ def _row(label: str, found: Metrics) -> list[str]:
     ]
 
 
-def _waits(outcome: Outcome) -> Line:
+def _waits(outcome: SimulationRun) -> Line:
     waits = sorted(job.wait_s for job in outcome.jobs if job.has_ended)
     shares = [number / 100 for number in range(101)]
     return Line(outcome.label, tuple((quantile(waits, share), share) for share in shares))
 
 
-def _loads(outcome: Outcome) -> Line:
+def _loads(outcome: SimulationRun) -> Line:
     starts = sorted(job.start_s for job in outcome.jobs if job.load_s > 0 and job.has_ended)
     step = max(1, len(starts) // 400)
     points = [(0.0, 0.0), *((at, float(n + 1)) for n, at in enumerate(starts) if n % step == 0)]
@@ -131,7 +131,7 @@ def _loads(outcome: Outcome) -> Line:
     return Line(outcome.label, tuple(points))
 
 
-def _utilisation(outcome: Outcome, until_s: float) -> tuple[list[float], list[float]]:
+def _utilisation(outcome: SimulationRun, until_s: float) -> tuple[list[float], list[float]]:
     width = until_s / _BUCKETS
     useful, loading = [0.0] * _BUCKETS, [0.0] * _BUCKETS
     for job in outcome.jobs:
@@ -148,7 +148,7 @@ def _spread(buckets: list[float], start_s: float, end_s: float, width: float) ->
         buckets[number] += max(0.0, min(end_s, (number + 1) * width) - max(start_s, number * width))
 
 
-def _timeline(outcome: Outcome) -> str:
+def _timeline(outcome: SimulationRun) -> str:
     servers = [server.name for server in outcome.servers][:_MAX_ROWS]
     places = {name: number for number, name in enumerate(servers)}
     shown = [job for job in outcome.jobs if job.has_ended and job.server in places]

@@ -12,7 +12,7 @@ import msgspec
 
 from comfyfleet.policy.rules import Rules
 from comfyfleet.simulation.engine_run import run_engine
-from comfyfleet.simulation.metrics import Outcome
+from comfyfleet.simulation.metrics import SimulationRun
 from comfyfleet.simulation.policies import ENGINE, POLICIES
 from comfyfleet.simulation.queue_simulation import QueueSimulation
 from comfyfleet.simulation.scenario import Scenario, ScenarioMistake
@@ -46,13 +46,13 @@ def _rules(patience: float) -> Rules:
         raise ScenarioMistake(f"patience {patience:g}: {error}") from error
 
 
-def run_variant(scenario: Scenario, variant: Variant, seed: int = 0) -> Outcome:
+def run_variant(scenario: Scenario, variant: Variant, seed: int = 0) -> SimulationRun:
     began, jobs = time.perf_counter(), scenario.fresh_jobs()
     if variant.policy == ENGINE:
         run_engine(scenario.servers, jobs, rules=variant.rules, weights=scenario.weights, seed=seed)
     else:
         QueueSimulation(scenario.servers, jobs, POLICIES[variant.policy](), scenario.weights).run()
-    return Outcome(
+    return SimulationRun(
         label=variant.label,
         servers=scenario.servers,
         jobs=tuple(jobs),
