@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,20 @@ def test_a_hub_that_is_away_is_named() -> None:
     ended = call("--from-hub", "--hub", "http://127.0.0.1:1")
     assert ended.returncode == 4
     assert "http://127.0.0.1:1" in ended.stderr
+
+
+def test_ctrl_c_ends_it_without_a_word() -> None:
+    process = subprocess.Popen(
+        [*CLI, "--jobs", "2000000", "--load", "0.9", "--policy", "comfyfleet"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        # Two million jobs take minutes; whatever it does when the signal comes, it ends.
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(4)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
