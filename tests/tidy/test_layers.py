@@ -29,6 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "files": {"model", "ports", "paginator", "private_files"},
     "hub": {"model", "policy", "ports", "paginator", "engine", "wire", "tenancy", "files", "net", "tracing"},
     "client": {"model", "wire", "net", "blocking_facade"},
+    # Fleets on simulated time, with the real engine.
+    "simulation": {"model", "policy", "ports", "stores", "engine"},
     "pool": {"model", "policy", "ports", "stores", "engine", "worker", "blocking_facade"},
     # For users' own tests. The product imports it only in the commands that start fake servers.
     "testing": {"model", "policy", "ports", "stores", "tenancy"},
@@ -37,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "policy",
         "ports",
         "pool",
+        "simulation",
         "testing",
         "worker",
         "stores",

@@ -68,6 +68,13 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "files": ("files list --kind input", "files delete f_…"),
     "workers": ("workers", "workers show gpu-a", "workers drain gpu-a"),
+    "simulate": (
+        "simulate --workers 4 --jobs 64",
+        "simulate --jobs 300 --load 0.8 --html report.html",
+        "simulate --from-hub --add-worker 2x24GB",
+        "simulate --from-hub --policy comfyfleet --patience 0 --patience 2",
+        "simulate --faults 20",
+    ),
     "key": ("key invite --uses 4", "key create tenant --tenant acme --days 90", "key list"),
     "tenant": ("tenant create acme", "tenant show acme", "tenant suspend acme"),
 }

@@ -24,7 +24,7 @@ _SECTIONS = {
     "Jobs": ("submit", "jobs", "job", "files", "queue", "dead"),
     "Look after a fleet": ("top", "workers", "blocks", "store", "encryption", "reconcile", "audit"),
     "Keys and tenants": ("key", "tenant", "credits", "usage", "webhook"),
-    "Tools": ("run", "hash", "convert", "config", "completion", "fake-comfyui"),
+    "Tools": ("run", "hash", "convert", "config", "completion", "fake-comfyui", "simulate"),
 }
 _MODULES = {
     "up": ("up", "hub"),
@@ -42,6 +42,7 @@ _MODULES = {
     "run": ("run", "hash", "convert"),
     "main": ("config", "completion"),
     "fake_comfyui": ("fake-comfyui",),
+    "simulate": ("simulate",),
 }
 _COMMANDS = {
     name: (f"comfyfleet.cli.{module}", f"{name.replace('-', '_')}_command")

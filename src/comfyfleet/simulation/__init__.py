@@ -1,0 +1,1 @@
+"""Simulated fleets: the real engine on simulated time, other policies beside it, reports, and random faults."""
