@@ -495,10 +495,3 @@ def test_a_workflow_of_the_editor_that_no_worker_can_tell_of_is_refused_with_the
 
 def test_a_graph_is_converted_to_itself(run: Run, workflow: Path) -> None:
     assert run("convert", workflow).json == graph()
-
-
-def test_blocks_are_listed_and_lifted(run: Run) -> None:
-    assert run("blocks").output == "Nothing is blocked.\n"
-    assert run("blocks", "list", "--json").json == []
-    ended = run("blocks", "lift", "*", "0123@acme")
-    assert (ended.code, ended.errors) == (3, "Error: worker '*' has no block on '0123@acme'\n")
