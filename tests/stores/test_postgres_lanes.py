@@ -17,7 +17,7 @@ from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.ports import Peek, Store
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore, eligibility, lanes
-from comfyfleet.testing.contract.store_bench import FAST, A, B, release
+from comfyfleet.testing.contract.store_bench import FAST, FOR_BOTH, FOR_FAST, A, B, release
 from comfyfleet.testing.leases import lease_next
 from comfyfleet.testing.time import ManualClock
 
@@ -34,6 +34,9 @@ async def store(url: str) -> AsyncIterator[PostgresStore]:
     await fill_table(store)
     yield store
     await store.close()
+
+
+_CLASSES = [FOR_FAST.key, FOR_BOTH.key]
 
 
 def _lanes(url: str) -> list[tuple[str, int]]:
@@ -57,9 +60,12 @@ async def test_more_lanes_than_one_look_takes_in_are_seen_in_the_order_of_the_me
 
     async def enqueue() -> None:
         name, priority = f"hash-{chance.randrange(60)}", chance.choice([0, 0, 0, 1])
-        owner = TenantId(chance.choice(["ann", "bob"]))
-        for target, jobs in zip(both, makers, strict=True):
-            await jobs.enqueue(target, name, priority=priority, tenant=owner)
+        owner, class_key = TenantId(chance.choice(["ann", "bob"])), chance.choice(_CLASSES)
+        fields = {"priority": priority, "tenant": owner, "class_key": class_key}
+        placed = [
+            await jobs.enqueue(target, name, **fields) for target, jobs in zip(both, makers, strict=True)
+        ]
+        assert placed[1].place == placed[0].place
 
     for _ in range(80):
         await enqueue()
@@ -79,7 +85,8 @@ async def test_more_lanes_than_one_look_takes_in_are_seen_in_the_order_of_the_me
             case "peek":
                 slots, width = chance.randint(1, 4), chance.randint(1, 6)
                 skip = frozenset({f"hash-{chance.randrange(60)}"})
-                query = Peek(FAST, chance.choice([A, B]), slots, width, 30.0, skip)
+                warm = frozenset(chance.sample(_CLASSES, chance.randint(0, 2)))
+                query = Peek(FAST, chance.choice([A, B]), slots, width, 30.0, skip, warm)
                 assert await store.peek(query) == await memory.peek(query)
             case "return" if refs:
                 ref = refs.pop(chance.randrange(len(refs)))

@@ -8,6 +8,7 @@ import psycopg
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.postgres.connections import Connection, ConnectionPool
+from comfyfleet.stores.postgres.lane_counts import MISCOUNTED
 from comfyfleet.stores.postgres.schema import check_server, known_migrations, missing_migrations
 
 _SETTINGS = ("server_version", "synchronous_commit", "fsync", "full_page_writes", "autovacuum")
@@ -113,6 +114,9 @@ async def _check_tables(
     ((counted, held),) = await _rows(connection, _PAYLOADS)
     if counted != held:
         problems.append(f"payloads: the tallies count {counted} bytes, those of open jobs have {held}")
+    for what, query in MISCOUNTED.items():
+        for (which,) in await _rows(connection, f"{query} LIMIT {_SHOWN}"):
+            problems.append(f"{what} {which}: the tallies count other jobs than those that wait there")
     for what, query in _WRONG.items():
         wrong = [job_id for (job_id,) in await _rows(connection, f"{query} LIMIT {_SHOWN + 1}")]
         for job_id in wrong[:_SHOWN]:

@@ -8,13 +8,14 @@ lanes removed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
 from comfyfleet.model.dispatch import Candidate, LaneKey
 from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkflowHash
 from comfyfleet.ports import Peek
+from comfyfleet.ports.queue import MAX_WARM_LANES
 from comfyfleet.stores.postgres.connections import SqlStep
 
 # Such an old bound makes every look pass over the jobs leased since.
@@ -58,23 +59,32 @@ _MAY_HAVE = """
 _LOOK = (
     GATE
     + f"""
-SELECT lane_id, class_key, tenant, priority, workflow_hash, virtual_time, weight, head, sequence, job_id, queued_at
+SELECT lane_id, class_key, tenant, priority, workflow_hash, virtual_time, weight, head,
+    (SELECT sum(t.waiting) FROM comfyfleet.lane_tallies t WHERE t.lane_id = top.lane_id)::bigint,
+    sequence, job_id, queued_at, place
 FROM gate CROSS JOIN LATERAL (
     SELECT lane_id, l.class_key, l.tenant, priority, workflow_hash, head, coalesce(t.virtual_time, 0) AS virtual_time,
         CASE WHEN gate.is_fair THEN coalesce(t.weight, 1) ELSE 0 END AS weight
     FROM comfyfleet.profile_classes p
     JOIN comfyfleet.lanes l ON l.class_key = p.class_key
     LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
-    WHERE p.profile = %(profile)s AND {IS_FREE} AND workflow_hash <> ALL (%(skip)s) AND {_MAY_HAVE}
+    WHERE p.profile = %(profile)s AND {IS_FREE} AND workflow_hash <> ALL (%(skip)s) AND {_MAY_HAVE} {{only}}
     ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
 ) AS top
 LEFT JOIN LATERAL (
-    SELECT d.sequence, d.job_id, d.queued_at FROM comfyfleet.dispatches d
+    SELECT d.sequence, d.job_id, d.queued_at, coalesce((d.envelope ->> 'place')::bigint, 0) AS place
+    FROM comfyfleet.dispatches d
     WHERE d.lane_id = top.lane_id AND d.sequence >= top.head AND d.job_id <> ALL (gate.blocked)
     ORDER BY d.sequence LIMIT %(depth)s
 ) AS items ON true
 """
 )
+
+_LOOK_AT_WARM = _LOOK.format(
+    only="AND l.class_key = ANY (%(warm)s) AND priority = %(priority)s "
+    "AND coalesce(t.virtual_time, 0) <= %(latest)s"
+)
+_LOOK = _LOOK.format(only="")
 
 _TIDY_LOCK = "SELECT lane_id FROM comfyfleet.lanes WHERE lane_id = ANY (%s) FOR UPDATE SKIP LOCKED"
 
@@ -93,6 +103,8 @@ WITH heads AS (
     WHERE l.lane_id = ANY (%s)
 ), gone AS (
     DELETE FROM comfyfleet.lanes l USING heads h WHERE l.lane_id = h.lane_id AND h.sequence IS NULL
+), uncounted AS (
+    DELETE FROM comfyfleet.lane_tallies t USING heads h WHERE t.lane_id = h.lane_id AND h.sequence IS NULL
 )
 UPDATE comfyfleet.lanes l SET head = h.sequence FROM heads h WHERE l.lane_id = h.lane_id AND l.head < h.sequence
 """
@@ -115,6 +127,8 @@ async def place(step: SqlStep, lane: LaneKey, sequence: int) -> int:
             return int(row[0])
 
 
+_ALL: Mapping[str, object] = {}
+
 # (−priority, virtual time, sequence): the store's order
 _Key = tuple[int, float, int]
 
@@ -130,7 +144,8 @@ class _Page(msgspec.Struct):
 
 async def window(step: SqlStep, query: Peek, test_now: float | None) -> tuple[list[Candidate], Sequence[int]]:
     """As many jobs as there are slots, in order; then heads of further lanes, of the same priority and of
-    tenants within a quantum of the least served. Also the lanes to tidy.
+    tenants within a quantum of the least served, lanes of warm classes before older ones. Also the lanes to
+    tidy.
     """
     first_limit = limit = query.slots + query.lanes + MAX_EMPTY
     while True:
@@ -139,6 +154,8 @@ async def window(step: SqlStep, query: Peek, test_now: float | None) -> tuple[li
         if is_certain:
             break
         limit *= 4
+    if query.warm:
+        found = await _with_warm(step, query, test_now, found)
     untidy = page.lagging
     # If one look was not enough, empty lanes and old bounds were in the way.
     if limit > first_limit or len(page.empty) > MAX_EMPTY:
@@ -146,9 +163,41 @@ async def window(step: SqlStep, query: Peek, test_now: float | None) -> tuple[li
     return found, untidy
 
 
-async def _page(step: SqlStep, query: Peek, test_now: float | None, limit: int) -> _Page:
+async def _with_warm(
+    step: SqlStep, query: Peek, test_now: float | None, found: list[Candidate]
+) -> list[Candidate]:
+    """Heads of warm lanes take the places of the youngest other lanes, if the window is full."""
+    first, further = found[: query.slots], found[query.slots :]
+    level = found[-1].lane.priority if found else 0
+    shown = [each for each in found if each.lane.priority == level]
+    seen, jobs = {each.lane for each in shown}, {each.job_id for each in shown}
+    if not further or len(seen) < query.lanes:
+        # All lanes of the window are shown.
+        return found
+    only = {
+        "warm": list(query.warm),
+        "priority": level,
+        "latest": shown[0].virtual_time + query.quantum_s,
+        "depth": 1,
+    }
+    page = await _page(step, query, test_now, MAX_WARM_LANES, _LOOK_AT_WARM, only)
+    warm = [each for _, each in page.items if each.lane not in seen and each.job_id not in jobs]
+    cold = [each for each in further if each.lane.class_key not in query.warm]
+    gone = {each.job_id for each in cold[max(0, len(cold) - len(warm)) :]}
+    further = [each for each in further if each.job_id not in gone] + warm[: len(cold)]
+    return first + sorted(further, key=lambda each: (each.virtual_time, each.sequence))
+
+
+async def _page(
+    step: SqlStep,
+    query: Peek,
+    test_now: float | None,
+    limit: int,
+    look: str = _LOOK,
+    only: Mapping[str, object] = _ALL,
+) -> _Page:
     rows = await step.rows(
-        _LOOK,
+        look,
         {
             "worker_id": query.worker_id,
             "test_now": test_now,
@@ -156,6 +205,7 @@ async def _page(step: SqlStep, query: Peek, test_now: float | None, limit: int) 
             "skip": list(query.skip),
             "lanes": limit,
             "depth": max(query.slots, 1),
+            **only,
         },
     )
     page = _Page([], None, [], [])
@@ -169,9 +219,11 @@ async def _page(step: SqlStep, query: Peek, test_now: float | None, limit: int) 
         virtual_time,
         weight,
         head,
+        waiting,
         sequence,
         job_id,
         queued_at,
+        place,
     ) in rows:
         is_first = lane_id not in bounds
         bounds[lane_id] = (-priority, virtual_time, head)
@@ -181,7 +233,9 @@ async def _page(step: SqlStep, query: Peek, test_now: float | None, limit: int) 
         if is_first and sequence - head > MAX_LAG:
             page.lagging.append(lane_id)
         lane = LaneKey(ClassKey(class_key), TenantId(tenant), priority, WorkflowHash(workflow_hash))
-        candidate = Candidate(JobId(job_id), lane, sequence, queued_at, virtual_time, weight)
+        candidate = Candidate(
+            JobId(job_id), lane, sequence, queued_at, virtual_time, weight, max(1, waiting or 0), place
+        )
         page.items.append(((-priority, virtual_time, sequence), candidate))
     page.items.sort(key=lambda item: item[0])
     if len(bounds) >= limit:

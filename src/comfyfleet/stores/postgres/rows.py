@@ -26,7 +26,7 @@ from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId
 from comfyfleet.model.job import Job
 from comfyfleet.stores.guards import granted, settled_cutoff
-from comfyfleet.stores.postgres import codec, lanes
+from comfyfleet.stores.postgres import codec, lane_counts, lanes
 from comfyfleet.stores.postgres.connections import SqlStep, Values
 
 _LOCK_OPEN = """
@@ -226,6 +226,7 @@ def grant(
     )
     _insert_facts(step, (fact,))
     update_counters(step, {"in_lane": -1, "queued": -1, "leased": 1})
+    lane_counts.move(step, (before.lane_id, before.dispatch.priority, -1))
     return WriteResult(after, (fact,))
 
 
@@ -315,6 +316,7 @@ async def purge(step: SqlStep, phase: Phase, before: float, limit: int, test_now
         step.add("DELETE FROM comfyfleet.jobs WHERE job_id = ANY (%s)", (gone,))
     await lanes.remove_empty_lanes(step, limit)
     update_counters(step, {phase.value: -len(gone)})
+    lane_counts.add_up(step)
     return len(gone)
 
 
@@ -333,7 +335,8 @@ async def discard(step: SqlStep, job_id: JobId, revision: int) -> bool:
         row = await step.row(lock, (job_id,))
         if row is None:
             continue
-        found = held(row[:4]).dispatch
+        locked = held(row[:4])
+        found = locked.dispatch
         if found.revision != revision or found.lease is not None:
             return False
         for table in ("dispatches", "ended", "facts", "attempts", "jobs"):
@@ -341,12 +344,13 @@ async def discard(step: SqlStep, job_id: JobId, revision: int) -> bool:
         deltas = dict.fromkeys(_COUNTERS, 0)
         _count(deltas, found, -1)
         update_counters(step, deltas)
+        lane_counts.move(step, (locked.lane_id, found.priority, -1))
         return True
     return False
 
 
 def update_counters(step: SqlStep, deltas: dict[str, int]) -> None:
-    """The last statement of a transaction, so that the counters' row is locked briefly."""
+    """One of the last statements of a transaction, so that the counters' row is locked briefly."""
     if any(deltas.values()):
         step.add_last(_TALLY, {name: deltas.get(name, 0) for name in _COUNTERS})
 
@@ -402,6 +406,8 @@ async def _save(
         _count(deltas, was, -1)
     _count(deltas, after, 1)
     update_counters(step, deltas)
+    left = () if before is None else ((before.lane_id, before.dispatch.priority, -1),)
+    lane_counts.move(step, *left, (lane_id, after.priority, 1))
 
 
 def _count(deltas: dict[str, int], dispatch: Dispatch, sign: int) -> None:

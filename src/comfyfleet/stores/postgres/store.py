@@ -32,7 +32,7 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek
 from comfyfleet.stores.guards import extended, holds, is_leased_as
-from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lanes, rows
+from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lane_counts, lanes, rows
 from comfyfleet.stores.postgres.connections import ConnectionPool, Later, SqlStep, Values
 from comfyfleet.stores.postgres.documents import PostgresDocumentStore
 from comfyfleet.stores.postgres.job_import import PostgresJobTransfer
@@ -183,6 +183,7 @@ class PostgresStore:
                 row = await cursor.fetchone()
                 assert row is not None, "the first migration inserts it"
                 self._epoch, self._is_fair = row
+                await lane_counts.recount_if_wrong(connection)
         except psycopg.Error as error:
             raise Fault(
                 f"PostgreSQL at {self._pool.address} closed the connection while the store was opened: "
@@ -266,11 +267,12 @@ class PostgresStore:
     ) -> WriteResult | None:
         classes = sorted(set(rows.classes_of(dispatch)))
         names = {"job_id": dispatch.job_id, "tenant": job.tenant, "reference": job.reference}
-        held, known, ((now,),), ((is_fair,),) = await step.ask(
+        held, known, ((now,),), ((is_fair,),), ((ahead,),) = await step.ask(
             (rows.HOLD_CLASSES, (classes,)),
             (_KNOWN_JOB, names),
             rows.moment(self._test_now),
             (fair_share.IS_FAIR, ()),
+            (lane_counts.AHEAD, (dispatch.priority,)),
         )
         has_classes = len(held) == len(classes)
         while True:
@@ -284,7 +286,8 @@ class PostgresStore:
             if sequence is not None:
                 if is_fair and dispatch.stands_in_lane:
                     await fair_share.begin_to_wait(step, dispatch.tenant)
-                placed = msgspec.structs.replace(dispatch, sequence=sequence)
+                place = dispatch.place + ahead
+                placed = msgspec.structs.replace(dispatch, sequence=sequence, place=place)
                 return await rows.insert(step, placed, job, facts, now)
             # Another transaction inserted the same id or reference first.
             known = await step.rows(_KNOWN_JOB, names)

@@ -157,20 +157,31 @@ async def _compare_counts(
 def _promised(head: FleetHead) -> dict[str, int]:
     ended = {f"jobs:{name}": getattr(head, name) for name in ("completed", "failed", "cancelled")}
     total = head.queued + head.leased + sum(ended.values())
-    return {"jobs": total, **ended, "jobs:dead": head.failed, "waiting in lanes": head.in_lane}
+    return {
+        "jobs": total,
+        **ended,
+        "jobs:dead": head.failed,
+        "waiting in lanes": head.in_lane,
+        "priorities whose waiting jobs are miscounted": 0,
+    }
 
 
 async def _listed(client: RedisClient, prefix: str) -> dict[str, int]:
     names = ("jobs", "jobs:completed", "jobs:failed", "jobs:cancelled", "jobs:dead")
     found = {name: await _size(client, "ZCARD", prefix + name) for name in names}
     lanes = as_list(await client.call("ZRANGE", f"{prefix}jobs:pending", 0, -1))
-    found["waiting in lanes"] = 0
+    by_priority = Counter[int]()
     for first in range(0, len(lanes), _PAGE):
-        sizes = [
-            _size(client, "ZCARD", prefix.encode() + b"lane:" + as_bytes(lane))
-            for lane in lanes[first : first + _PAGE]
-        ]
-        found["waiting in lanes"] += sum(await asyncio.gather(*sizes))
+        page = [as_bytes(lane) for lane in lanes[first : first + _PAGE]]
+        sizes = [_size(client, "ZCARD", prefix.encode() + b"lane:" + lane) for lane in page]
+        for lane, size in zip(page, await asyncio.gather(*sizes), strict=True):
+            by_priority[int(lane.split(b" ", 2)[1])] += size
+    found["waiting in lanes"] = by_priority.total()
+    counts = as_list(await client.call("HGETALL", f"{prefix}jobs:waiting"))
+    counted = {int(as_bytes(counts[at])): int(as_bytes(counts[at + 1])) for at in range(0, len(counts), 2)}
+    found["priorities whose waiting jobs are miscounted"] = sum(
+        by_priority[priority] != counted.get(priority, 0) for priority in {*by_priority, *counted}
+    )
     return found
 
 

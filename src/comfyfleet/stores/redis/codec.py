@@ -40,6 +40,7 @@ from comfyfleet.stores.redis.dispatches import (
     decode_kept,
     decode_record,
     encode_dispatch,
+    place_at,
     sha256_of,
     text_of_digest,
 )
@@ -53,7 +54,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Large parts of a record have their own keys.
 _TEXTS = ("result", "failure")
 _TIME = struct.Struct("<d")
-_PLACED = struct.Struct("<dd")
+_PLACED = struct.Struct("<ddd")
 _META = struct.Struct("<16d")
 
 
@@ -164,14 +165,15 @@ def encode_enqueue(dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> 
     is_plain = dispatch.stands_in_lane and dispatch.wake_at is None and dispatch.relaxed_class is None
     workflow_hash, reference = dispatch.workflow_hash, job.reference
     payload = _json(job) if is_fresh else encode_payload(job)
+    text = encode_dispatch(dispatch, job.phase, record, reference, payload)
     arguments: list[str | bytes] = [
         dispatch.job_id,
-        encode_dispatch(dispatch, job.phase, record, reference, payload),
+        text,
         dispatch.class_key,
         f"{dispatch.priority} {len(workflow_hash.encode())} {workflow_hash}{dispatch.tenant}",
         payload,
         f"{dispatch.tenant}\0{reference}" if reference else "",
-        f"1 {dispatch.payload_bytes}" if is_plain else "0",
+        f"{f'1 {dispatch.payload_bytes}' if is_plain else '0 0'} {place_at(text)}",
         str(2 * len(texts)),
     ]
     for name, value in texts:
@@ -206,8 +208,8 @@ def decode_enqueued(answer: object, dispatch: Dispatch, facts: Sequence[FactDraf
             return None
         case [known]:
             return WriteResult(decode_dispatch(known), ())
-    sequence, now = _PLACED.unpack(as_bytes(answer))
-    placed = msgspec.structs.replace(dispatch, sequence=int(sequence))
+    sequence, now, place = _PLACED.unpack(as_bytes(answer))
+    placed = msgspec.structs.replace(dispatch, sequence=int(sequence), place=int(place))
     return WriteResult(placed, _numbered(placed, 0, now, facts))
 
 
@@ -229,7 +231,7 @@ def _pieces(facts: Sequence[FactDraft], number_of_round: int) -> list[str]:
 
 
 def encode_offer(offer: LeaseOffer) -> tuple[str, str, str, str, str]:
-    seconds = f"{offer.acknowledge_s!r} {offer.charge_s!r}"
+    seconds = f"{offer.acknowledge_s!r} {offer.charge_s!r} {offer.run_s!r} {offer.load_s!r}"
     return (offer.worker_id, offer.profile, offer.poll_id, offer.token, seconds)
 
 

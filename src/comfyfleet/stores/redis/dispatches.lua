@@ -239,26 +239,35 @@ local function write_of(text)
 end
 
 -- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "",
--- "1 <bytes of its payload>" if it is queued in its lane and has no due time, number of the arguments that follow, "result" or
--- "failure" and its JSON, then facts in pieces, between which the library puts the time
--- → sequence and time, or {the job that has this id or reference}
+-- "1 <bytes of its payload> <offset of its place in the dispatch>" if it is queued in its lane and has no due time, else "0 0" and
+-- the offset; number of the arguments that follow, "result" or "failure" and its JSON, then facts in pieces, between which the
+-- library puts the time
+-- → sequence, time and place, or {the job that has this id or reference}. An engine from before revision 24 sends no offset: its
+-- jobs have no place, and it gets none
 define_joined('enqueue', function(s, args, at, last)
   local job_id, class, place, reference = args[at], args[at + 2], args[at + 3], args[at + 5]
   local key, meta, number, job = s.p .. 'job:' .. job_id, s.meta, 0, nil
   -- Checked first: Redis does not undo the changes of a call that fails.
   local facts = at + 8 + args[at + 7]
-  local payload_bytes = args[at + 6]:match('^1 ?(%d*)$')
+  local is_plain, payload_bytes, place_at = args[at + 6]:match('^(%d) ?(%d*) ?(%d*)$')
+  is_plain = is_plain == '1'
   local found = read(s, key)
   if found then
     return {found}
   end
-  if payload_bytes then
+  local text, rank = args[at + 1], nil
+  place_at = tonumber(place_at)
+  if place_at then
+    rank = struct.unpack('>I4', text, place_at + 1) + waiting_from(s, tonumber(place:match('^%-?%d+')))
+    text = text:sub(1, place_at) .. struct.pack('>I4', rank) .. text:sub(place_at + 5)
+  end
+  if is_plain then
     number = class_number(s, class)
     if not number then
       return false
     end
   else
-    job = job_of(job_id, struct.pack(PLACE, 0, 0, 0) .. args[at + 1])
+    job = job_of(job_id, struct.pack(PLACE, 0, 0, 0) .. text)
     job.place = place
     if not FINAL[job.phase] and not has_classes(s, job) then
       return false
@@ -284,14 +293,14 @@ define_joined('enqueue', function(s, args, at, last)
     meta.payload_bytes = meta.payload_bytes + (tonumber(payload_bytes) or 0)
     pin(s, class, 1)
     enter_lane(s, number .. ' ' .. place, job_id, sequence, class, true)
-    put(s, key, struct.pack(PLACE, sequence, number, count) .. args[at + 1])
+    put(s, key, struct.pack(PLACE, sequence, number, count) .. text)
   end
   put(s, key .. ':payload', args[at + 4])
   put(s, key .. ':log', lines)
   for i = at + 8, facts - 1, 2 do
     put(s, key .. ':' .. args[i], args[i + 1])
   end
-  return struct.pack('<dd', sequence, now(s))
+  return struct.pack('<dd', sequence, now(s)) .. (rank and struct.pack('<d', rank) or '')
 end, function(s, args, names, at)
   names[#names + 1] = s.p .. 'job:' .. args[at]
 end)

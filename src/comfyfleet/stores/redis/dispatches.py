@@ -34,6 +34,8 @@ _IN_HEAD = (
     *("cancel_requested_at", "lease", "lease_number", "attempts"),
     # Not in the head, but converted: the library packs text only, so it is in Base64.
     "payload_sha256",
+    # Before the other fields of the rest, in a fixed form.
+    "place",
 )
 # The tenant is always written: the library reads it.
 _OUTSIDE = sorted(
@@ -49,7 +51,8 @@ _Rest = msgspec.defstruct(
         for each in _OUTSIDE
     ]
     # The last is the digest of the stored payload text, in Base64, for direct workers.
-    + [(name, str | None, None) for name in ("reference", "payload_sha256", "record_sha256")],
+    + [(name, str | None, None) for name in ("reference", "payload_sha256", "record_sha256")]
+    + [("place", int, 0), ("run_s", float, 0.0), ("load_s", float, 0.0)],
     frozen=True,
     omit_defaults=True,
     gc=False,
@@ -58,6 +61,13 @@ _Rest = msgspec.defstruct(
 _outside = attrgetter(*(each.name for each in _OUTSIDE))
 _READ = (*_IN_HEAD, *(each.name for each in _OUTSIDE))
 _in_order = itemgetter(*(_READ.index(name) for name in Dispatch.__struct_fields__))
+
+# The first three fields of the rest: see jobs.lua.
+_FIXED = struct.Struct(">BH7sI7sd8sd")
+_KEYS = (b"\xa5place\xce", b"\xa5run_s\xcb", b"\xa6load_s\xcb")
+_PLACE_AT = 10
+"""Where the place begins in the rest."""
+_LONG_MAP = 0xDE
 
 _pack = msgspec.msgpack.encode
 _rests = msgspec.msgpack.Decoder(_Rest)
@@ -96,6 +106,8 @@ def decode_kept(data: bytes, start: int) -> StoredDispatch:
             leased_at,
             expires_at,
             bool(is_acknowledged),
+            rest.run_s,
+            rest.load_s,
         )
     in_head = (
         class_key.decode(),
@@ -111,6 +123,7 @@ def decode_kept(data: bytes, start: int) -> StoredDispatch:
         lease_number,
         attempts,
         None if rest.payload_sha256 is None else a2b_base64(rest.payload_sha256),
+        rest.place,
     )
     dispatch = Dispatch(*_in_order((*in_head, *_outside(rest))))
     return StoredDispatch(dispatch, facts, ended_at, lease is not None and not is_noted)
@@ -180,9 +193,27 @@ def encode_dispatch(
     parts += (_LENGTH.pack(len(record)), record)
     digests = (text_of_digest(dispatch.payload_sha256), sha256_of(payload))
     rest = _Rest(*_outside(dispatch), reference, *digests)
-    packed = _pack(rest)
+    packed = _with_fixed(_pack(rest), dispatch)
     parts += (_LENGTH.pack(len(packed)), packed)
     return b"".join(parts)
+
+
+def _with_fixed(packed: bytes, dispatch: Dispatch) -> bytes:
+    """The map with the three fields of fixed form before the others."""
+    size, start = (packed[0] & 0x0F, 1) if packed[0] != _LONG_MAP else (int.from_bytes(packed[1:3], "big"), 3)
+    lease, (place, run, load) = dispatch.lease, _KEYS
+    run_s, load_s = (0.0, 0.0) if lease is None else (lease.run_s, lease.load_s)
+    fixed = _FIXED.pack(_LONG_MAP, size + 3, place, dispatch.place, run, run_s, load, load_s)
+    return fixed + packed[start:]
+
+
+def place_at(text: bytes) -> int:
+    """The offset of the place in a text of `encode_dispatch`."""
+    at = _STATE.size
+    for _ in range(5):
+        at += 2 + text[at] + 256 * text[at + 1]
+    at += _LENGTH.size + _LENGTH.unpack_from(text, at)[0]
+    return int(at) + _LENGTH.size + _PLACE_AT
 
 
 _NO_HOLDER = bytes(6)

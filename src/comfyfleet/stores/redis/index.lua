@@ -95,8 +95,46 @@ local function hint(s, class)
   end
 end
 
+-- The counts of waiting jobs change once in a call, at its end.
+local function write_waiting(s)
+  local key = s.p .. 'jobs:waiting'
+  for priority, by in pairs(s.waiting) do
+    if by ~= 0 and call('HINCRBY', key, priority, by) == 0 then
+      call('HDEL', key, priority)
+    end
+  end
+end
+
+local function count_waiting(s, lane, by)
+  if not s.waiting then
+    s.waiting, s.write_waiting = {}, write_waiting
+  end
+  local priority = lane:match('^%d+ (%-?%d+)')
+  s.waiting[priority] = (s.waiting[priority] or 0) + by
+end
+
+-- How many jobs of this priority or a higher one wait in lanes.
+local function waiting_from(s, priority)
+  if not s.waited then
+    s.waited = call('HGETALL', s.p .. 'jobs:waiting')
+  end
+  local waited, ahead = s.waited, 0
+  for place = 1, #waited, 2 do
+    if tonumber(waited[place]) >= priority then
+      ahead = ahead + tonumber(waited[place + 1])
+    end
+  end
+  for level, by in pairs(s.waiting or {}) do
+    if tonumber(level) >= priority then
+      ahead = ahead + by
+    end
+  end
+  return ahead
+end
+
 local function leave_lane(s, name, job_id, has_followers)
   local lane = s.p .. 'lane:' .. name
+  count_waiting(s, name, -1)
   if s.meta.is_fair then
     count_jobs(s, share_of(s, select(4, parts_of(name))), -1, 0)
   end
@@ -109,6 +147,7 @@ end
 -- `had_jobs`: its tenant had waiting or leased jobs when the step began.
 local function enter_lane(s, name, job_id, sequence, class, is_new, had_jobs)
   local lane = s.p .. 'lane:' .. name
+  count_waiting(s, name, 1)
   if s.meta.is_fair then
     local share = share_of(s, select(4, parts_of(name)))
     if not had_jobs and not is_open(share) then

@@ -6,10 +6,15 @@
 -- (0: there is none), lease that was reported as failed · wake_at, cancel_requested_at, ended_at, leased_at, expires_at
 -- (below 0: none) · class, relaxed class, worker, poll, token, each after its length in two bytes · record (MessagePack map or
 -- empty), the rest, each after its length in four.
+--
+-- The rest begins with the place of the dispatch and the expected seconds of its lease (run, loads), each of fixed length: an
+-- enqueue and a lease set them without unpacking it. A rest that a write packed anew, or an older engine wrote, does not.
 
 local HEAD = '<dIIBBBBBBIIIIIIdddddHc0Hc0Hc0Hc0Hc0Ic0Ic0'
 -- The fields of the head that the library sets for a new dispatch.
 local PLACE = '<dII'
+-- After the three bytes of a long map: the keys and the types of these values. The values have 4, 8 and 8 bytes.
+local AT_PLACE, AT_RUN, AT_LOAD = '\165place\206', '\165run_s\203', '\166load_s\203'
 local PHASES = {[0] = 'queued', 'leased', 'completed', 'failed', 'cancelled'}
 local PHASE_CODES = {queued = 0, leased = 1, completed = 2, failed = 3, cancelled = 4}
 local STANDINGS = {[0] = 'in_lane', 'delayed', 'paused'}
@@ -82,6 +87,23 @@ local function set_rest(job, name, value)
   values[name] = value
   job.packed_rest = pack(values)
   job.place = nil
+end
+
+-- The text that packs the rest, with the seconds that the run and the loads of its lease should take.
+local function with_seconds(packed, run_s, load_s)
+  if packed:sub(15, 21) == AT_RUN and packed:sub(4, 10) == AT_PLACE and packed:sub(30, 37) == AT_LOAD then
+    local run, loads = struct.pack('>d', run_s), struct.pack('>d', load_s)
+    if packed:sub(22, 29) == run and packed:sub(38, 45) == loads then
+      return packed
+    end
+    return packed:sub(1, 21) .. run .. AT_LOAD .. loads .. packed:sub(46)
+  end
+  if run_s == 0 and load_s == 0 and not packed:find('run_s', 1, true) then
+    return packed
+  end
+  local values = unpacked(packed)
+  values.run_s, values.load_s = run_s, load_s
+  return pack(values)
 end
 
 local function load(s, job_id)

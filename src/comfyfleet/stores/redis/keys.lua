@@ -5,7 +5,8 @@
 -- (`{cf}!cabinet`): the users of direct workers may access only `{cf}:*`.
 --
 --   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, the run; after the first charge also "1" if
---                                      tenants have terms (else "0"), the greatest virtual time and the next end of a hold; \0, bytes of open payloads
+--                                      tenants have terms (else "0"), the greatest virtual time, the next end of a hold and "c" if `jobs:waiting` is
+--                                      counted; \0, bytes of open payloads
 --   request:<client>:<slot>   string   "<number> <answer>": the last answer given to this slot, for a call that is repeated
 --   clients                   zset     client -> when it was last seen (its slots are dropped a day later)
 --
@@ -16,6 +17,7 @@
 --   job:<id>:progress         string   the newest progress (JSON), expires
 --   jobs                      zset     every job -> sequence
 --   jobs:pending              zset     lane -> priority: the lanes with waiting jobs
+--   jobs:waiting              hash     priority -> number of jobs that wait in lanes
 --   lane:<lane>               zset     job -> sequence: the waiting jobs of the lane
 --   jobs:active:<worker>      string   " <sequence> " of each job leased by this worker, oldest first
 --   jobs:completed, :failed, :cancelled   zset   job -> serial: in the order of their ends, without unsettled jobs
@@ -72,7 +74,7 @@
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" if it is never repeated), its
 -- number, and the time ("" except in a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 23
+local REVISION = 24
 
 -- While this text is loaded, `redis.call` and the libraries do not exist yet.
 local function call(...)
@@ -116,13 +118,14 @@ local function meta_of(s, text)
   local epoch, version, sequence, serial, classes, is_paused, winds, queued, leased, completed, failed, cancelled,
     in_lane, delayed, paused, sought, at = struct.unpack(META, text)
   -- Before revision 6 the head ended with the run.
-  local run, is_fair, top, hold_end, payload_bytes = text:match('^([^%z ]*) ?(%d?) ?([^%z ]*) ?([^%z ]*)%z?(%d*)$', at)
+  local run, is_fair, top, hold_end, is_counted, payload_bytes =
+    text:match('^([^%z ]*) ?(%d?) ?([^%z ]*) ?([^%z ]*) ?(c?)%z?(%d*)$', at)
   return {
     epoch = epoch, version = version, sequence = sequence, serial = serial, classes = classes,
     is_paused = is_paused == 1, winds = winds == 1, queued = queued, leased = leased, completed = completed,
     failed = failed, cancelled = cancelled, in_lane = in_lane, delayed = delayed, paused = paused, sought = sought, run = run,
     payload_bytes = tonumber(payload_bytes) or 0, is_fair = is_fair == '1', top = tonumber(top) or 0,
-    hold_end = tonumber(hold_end) or math.huge, text = text,
+    hold_end = tonumber(hold_end) or math.huge, is_counted = is_counted == 'c', text = text,
   }
 end
 
@@ -130,8 +133,8 @@ local function meta_text(m)
   return struct.pack(META, m.epoch, m.version, m.sequence, m.serial, m.classes, m.is_paused and 1 or 0,
     m.winds and 1 or 0, m.queued, m.leased, m.completed, m.failed, m.cancelled, m.in_lane, m.delayed, m.paused,
     m.sought) .. m.run .. ((m.is_fair or m.top > 0)
-    and (m.is_fair and ' 1 ' or ' 0 ') .. exact(m.top) .. ' ' .. exact(m.hold_end) or '')
-    .. '\0' .. whole(m.payload_bytes)
+    and (m.is_fair and ' 1 ' or ' 0 ') .. exact(m.top) .. ' ' .. exact(m.hold_end) or ' 0 0 inf')
+    .. (m.is_counted and ' c\0' or '\0') .. whole(m.payload_bytes)
 end
 
 -- String keys are read once and written together at the end, with one MSET and one DEL. So are scores that nothing reads
@@ -313,6 +316,19 @@ local function write_pins(s)
   end
 end
 
+-- Counts the jobs that wait at each priority, once in a fleet from before revision 24.
+local function count_lanes(s)
+  local key, lanes = s.p .. 'jobs:waiting', call('ZRANGE', s.p .. 'jobs:pending', 0, -1, 'WITHSCORES')
+  call('DEL', key)
+  for place = 1, #lanes, 2 do
+    local waiting = call('ZCARD', s.p .. 'lane:' .. lanes[place])
+    if waiting > 0 then
+      call('HINCRBY', key, whole(tonumber(lanes[place + 1])), waiting)
+    end
+  end
+  s.meta.is_counted = true
+end
+
 -- A negative answer is not remembered: it changed nothing, and a repeated call may succeed. A text is kept after a "t",
 -- any other answer as MessagePack after an "m".
 local function close(s, answer)
@@ -321,6 +337,9 @@ local function close(s, answer)
   end
   if s.shares then
     s.write_shares(s)
+  end
+  if s.waiting then
+    s.write_waiting(s)
   end
   write_scores(s)
   local meta, sets, count = s.meta, s.sets, #s.sets
@@ -362,6 +381,9 @@ local function run(body, wants, keys, args, is_reading)
   end
   if s.time ~= '' then
     now(s)
+  end
+  if not s.meta.is_counted and not is_reading then
+    count_lanes(s)
   end
   local answer = body(s, args)
   if is_reading then
@@ -445,7 +467,7 @@ redis.register_function('cf1_open', function(keys, args)
     s.meta = {
       epoch = 1, run = run_id, winds = winds, version = 0, sequence = 0, serial = 0, classes = 0, is_paused = false,
       queued = 0, leased = 0, completed = 0, failed = 0, cancelled = 0, in_lane = 0, delayed = 0, paused = 0, sought = 0,
-      payload_bytes = 0, is_fair = false, top = 0, hold_end = math.huge, text = '',
+      payload_bytes = 0, is_fair = false, top = 0, hold_end = math.huge, is_counted = true, text = '',
     }
   elseif winds and not s.meta.winds then
     error({err = 'CFTIME this fleet runs on the clock of its server; open another prefix for tests'})
@@ -453,6 +475,9 @@ redis.register_function('cf1_open', function(keys, args)
     -- Another server or history: it may have lost leases, whose numbers will be given again.
     s.meta.epoch = s.meta.epoch + 1
     s.meta.run = run_id
+  end
+  if not s.meta.is_counted then
+    count_lanes(s)
   end
   forget_clients(s, call('TIME')[1] - CLIENT_S)
   close(s, false)

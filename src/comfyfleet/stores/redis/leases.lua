@@ -1,6 +1,8 @@
 -- Part 7: leases: grant, heartbeat, and the end of a lease together with its job.
 
 local LONGEST = 65535
+-- As in ports/queue.py.
+local MAX_WARM_LANES = 256
 
 local function wants_worker(s, offer, names)
   names[#names + 1] = s.p .. 'blocks:' .. offer.worker_id
@@ -25,13 +27,11 @@ end
 
 -- Checked first: Redis does not undo the changes of a call that fails.
 local function offer_at(args, place)
-  local acknowledge_s, charge_s = tonumber(args[place + 4]), nil
-  if not acknowledge_s then
-    acknowledge_s, charge_s = (args[place + 4] or ''):match('^(%S+) (%S+)$')
-  end
+  local acknowledge_s, charge_s, run_s, load_s = (args[place + 4] or ''):match('^(%S+) ?(%S*) ?(%S*) ?(%S*)$')
   local offer = {
     worker_id = args[place], profile = args[place + 1], poll_id = args[place + 2], token = args[place + 3],
-    acknowledge_s = tonumber(acknowledge_s), charge_s = tonumber(charge_s),
+    acknowledge_s = tonumber(acknowledge_s), charge_s = tonumber(charge_s), run_s = tonumber(run_s),
+    load_s = tonumber(load_s),
   }
   if not offer.acknowledge_s then
     error({err = 'CFCALL an offer is worker, profile, poll, token and the seconds in which the lease must be acknowledged'})
@@ -64,6 +64,7 @@ local function grant(s, job_id, text, offer, lane, has_followers)
     end
   end
   put(s, poll, job_id)
+  packed_rest = with_seconds(packed_rest, offer.run_s or 0, offer.load_s or 0)
   local leased = struct.pack(HEAD, sequence, class_number, facts + 1, 1, standing, 1, 0, 0, 0, round, revision + 1,
     number + 1, attempts + 1, meta.epoch, reported, wake_at, cancel_requested_at, -1, leased_at, expires_at, #class_key,
     class_key, #relaxed_class, relaxed_class, #worker_id, worker_id, #poll_id, poll_id, #offer.token, offer.token,
@@ -179,7 +180,8 @@ local function extend(s, job, till)
   return stop_of(job) and 2 or 1
 end
 
--- job, worker, profile, poll, token, "<seconds until the first heartbeat> <seconds to charge its tenant>"
+-- job, worker, profile, poll, token, "<seconds until the first heartbeat> <seconds to charge its tenant> <seconds of the run>
+-- <seconds of its loads>"
 define('lease', function(s, args)
   local job, offer = load(s, args[4]), s.offer
   check_names(offer)
@@ -213,7 +215,74 @@ end, function(s, args, names, at)
   names[#names + 1] = job_key(s, args[at])
 end)
 
--- profile, worker, slots, lanes, quantum, then workflow hashes to skip
+-- → whether the class of lane `a` comes before that of `b`, as bytes: Lua compares as the server's language sorts.
+local function is_before(a, b)
+  for at = 1, math.min(#a, #b) do
+    local here, there = a:byte(at), b:byte(at)
+    if here ~= there then
+      return here < there
+    end
+  end
+  return #a < #b
+end
+
+-- The lanes of a class at one priority stand together in jobs:pending, which sorts by priority, then by name. → at most `limit`
+local function lanes_of(s, number, priority, limit)
+  local key, prefix = s.p .. 'jobs:pending', number .. ' '
+  local low = call('ZCOUNT', key, '-inf', '(' .. priority)
+  local last = low + call('ZCOUNT', key, priority, priority)
+  local high = last
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if is_before(call('ZRANGE', key, middle, middle)[1], prefix) then
+      low = middle + 1
+    else
+      high = middle
+    end
+  end
+  local lanes = {}
+  for place, lane in ipairs(low < last and call('ZRANGE', key, low, math.min(last, low + limit) - 1) or NONE) do
+    if lane:sub(1, #prefix) ~= prefix then
+      break
+    end
+    lanes[place] = lane
+  end
+  return lanes
+end
+
+-- The first heads of lanes of warm classes, of tenants until `latest`, that are not seen yet.
+local function warm_heads(s, profile, warm, level, latest, skipped, seen)
+  local found, limit = {}, math.max(1, math.floor(MAX_WARM_LANES / #warm))
+  for _, class in ipairs(warm) do
+    local number = class_number(s, class)
+    if number and call('SISMEMBER', s.p .. 'profile:' .. profile .. ':classes', class) == 1 then
+      for _, lane in ipairs(lanes_of(s, number, whole(-level), limit)) do
+        local _, _, hash, tenant = parts_of(lane)
+        local time = virtual_time(s, tenant)
+        if not seen[lane] and time <= latest and not is_skipped(skipped, hash, tenant)
+          and not (s.meta.is_fair and is_out(s, share_of(s, tenant))) then
+          local cursor = rows_of(s, s.p .. 'lane:' .. lane)
+          local job_id, sequence = row(cursor)
+          while job_id and skipped[job_id] do
+            cursor.at = cursor.at + 2
+            job_id, sequence = row(cursor)
+          end
+          if job_id then
+            found[#found + 1] = {
+              job_id = job_id, sequence = tonumber(sequence), time = time, level = level, lane = lane, group = {tenant = tenant},
+            }
+          end
+        end
+      end
+    end
+  end
+  table.sort(found, comes_before)
+  return found
+end
+
+-- profile, worker, slots, lanes, "<quantum> <number of warm classes>", warm classes, then workflow hashes to skip. An engine from
+-- before revision 24 sends the quantum alone.
+-- → for each job: the dispatch, the virtual time and the weight of its tenant, how many jobs wait in its lane
 define('peek', function(s, args)
   if s.meta.is_paused then
     return {}
@@ -222,13 +291,26 @@ define('peek', function(s, args)
     end_holds(s)
   end
   local skipped = blocked_targets(s, args[5])
-  for i = 9, #args do
+  local slots, lanes, quantum, warm = tonumber(args[6]), tonumber(args[7]), args[8]:match('^(%S+) ?(%d*)$')
+  quantum, warm = tonumber(quantum), tonumber(warm) or 0
+  for i = 9 + warm, #args do
     skipped[args[i]] = true
   end
-  local slots, lanes, quantum = tonumber(args[6]), tonumber(args[7]), tonumber(args[8])
+  warm = {unpack(args, 9, 8 + warm)}
+  local is_warm = #warm > 0
   local found, seen, seen_count, level, least = {}, {}, 0, nil, 0
   local _, put_bounds_right = walk(s, args[4], skipped, slots, function(item)
     if #found >= slots then
+      if is_warm and #found > 0 then
+        is_warm = false
+        for _, head in ipairs(warm_heads(s, args[4], warm, level, least + quantum, skipped, seen)) do
+          if seen_count < lanes then
+            seen[head.lane] = true
+            seen_count = seen_count + 1
+            found[#found + 1] = head
+          end
+        end
+      end
       if item.level ~= level or seen_count >= lanes or item.time > least + quantum then
         return true
       end
@@ -250,10 +332,14 @@ define('peek', function(s, args)
   if #found < slots then
     note_search(s, args[4])
   end
-  local answer = {}
+  if #warm > 0 then
+    table.sort(found, comes_before)
+  end
+  local answer, lengths = {}, {}
   for place, item in ipairs(found) do
-    local weight = s.meta.is_fair and share_of(s, item.group.tenant).weight or 0
-    answer[place] = {read(s, job_key(s, item.job_id)), exact(item.time), exact(weight)}
+    local weight, lane = s.meta.is_fair and share_of(s, item.group.tenant).weight or 0, item.lane
+    lengths[lane] = lengths[lane] or call('ZCARD', s.p .. 'lane:' .. lane)
+    answer[place] = {read(s, job_key(s, item.job_id)), exact(item.time), exact(weight), lengths[lane]}
   end
   return answer
 end)

@@ -240,7 +240,8 @@ class RedisStore:
             query.worker_id,
             query.slots,
             query.lanes,
-            repr(query.quantum_s),
+            f"{query.quantum_s!r} {len(query.warm)}",
+            *query.warm,
             *query.skip,
         )
         return [_candidate(as_list(row)) for row in as_list(found)]
@@ -428,7 +429,15 @@ def _worker_arguments(worker: WorkerRecord) -> tuple[str | bytes, ...]:
 
 def _candidate(row: list[object]) -> Candidate:
     dispatch = decode_dispatch(row[0])
-    virtual_time, weight = float(as_bytes(row[1])), float(as_bytes(row[2]))
+    virtual_time, weight, waiting = float(as_bytes(row[1])), float(as_bytes(row[2])), row[3]
+    assert isinstance(waiting, int), "the length of a lane is a number"
     return Candidate(
-        dispatch.job_id, dispatch.lane, dispatch.sequence, dispatch.queued_at, virtual_time, weight
+        dispatch.job_id,
+        dispatch.lane,
+        dispatch.sequence,
+        dispatch.queued_at,
+        virtual_time,
+        weight,
+        waiting,
+        dispatch.place,
     )
