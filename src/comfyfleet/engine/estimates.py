@@ -52,6 +52,8 @@ class TimeEstimates:
         """The mean run of all workflows by worker class, for workflows that never ran."""
         self._loads: dict[tuple[ModelSet, str], float] = {}
         """Load times that were looked up, until one of them changes."""
+        self.overhead_s = 0.0
+        """The mean time that a lease takes beside its run: answers on their way, files, other jobs on the server."""
         self.learned = 0
         """How many runs taught something: figures derived from estimates are outdated after that."""
 
@@ -132,6 +134,9 @@ class TimeEstimates:
             self._demand.seed(waiting)
 
     # learning
+
+    def count_overhead(self, seconds: float) -> None:
+        self.overhead_s += _RUN_WEIGHT * (max(0.0, seconds) - self.overhead_s)
 
     def deltas(self, dispatch: Dispatch, worker_class: str, times: RunTimes) -> list[WorkflowStatsDelta]:
         """What these add in the store."""

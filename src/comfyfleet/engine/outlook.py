@@ -366,5 +366,9 @@ class FleetOutlook:
             # What is learned first counts at once. Later each run changes little.
             if at < made_at + self._rules.round_s and (not news or news < min(_PACE_NEWS, events // 16)):
                 return known
-        self._pace = (events, at, pace(self.live().by_class, estimates.shares(), estimates))
+        self._pace = (
+            events,
+            at,
+            pace(self.live().by_class, estimates.shares(), estimates, estimates.overhead_s),
+        )
         return self._pace[2]

@@ -394,6 +394,7 @@ class WorkerOperations:
         if await context.write(write) is None:
             return await self._reply_after_lease(ref, AttemptOutcome.COMPLETED)
         graph = None if record is None else record.payload.workflow
+        context.estimates.count_overhead(now - dispatch.lease.leased_at - seconds)
         await self._succeeded(dispatch, worker_id, CompletedRun(seconds, call.result, graph, run), known)
         if record is not None:
             with best_effort(f"forget which files job {ref.job_id} used"):

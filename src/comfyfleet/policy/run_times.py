@@ -86,7 +86,7 @@ def _without_timings(report: RunReport) -> RunTimes:
     if not report.expected:
         return RunTimes(report.seconds)
     if report.mean_s is None:
-        # Neither is known yet. At most half of it counts as the load: an unknown workflow takes some time.
+        # Neither is known yet. At most half counts as load, or an unknown workflow would take no time at all.
         return RunTimes(report.seconds - min(report.expected_load_s, report.seconds / 2))
     load_s = report.seconds - report.mean_s
     return RunTimes(report.mean_s, report.expected, load_s) if load_s > 0 else RunTimes(None)

@@ -36,11 +36,13 @@ class Estimates(Protocol):
 # --- the promise -------------------------------------------------------------------------------------------------
 
 
-def pace(slots: Mapping[str, int], shares: Sequence[Share], estimates: Estimates) -> float:
+def pace(
+    slots: Mapping[str, int], shares: Sequence[Share], estimates: Estimates, overhead_s: float = 0.0
+) -> float:
     """The seconds in which first come, first served moves the queue on by one job. Infinite: no slot is there.
 
     `slots`: the live slots of each worker class. Each works at its own pace, and loads models whenever the job that it
-    takes needs others than the one before.
+    takes needs others than the one before. `overhead_s`: what a lease takes beside its run.
     """
     rate = 0.0
     for worker_class, count in slots.items():
@@ -51,7 +53,7 @@ def pace(slots: Mapping[str, int], shares: Sequence[Share], estimates: Estimates
         )
         if not shares:
             seconds = estimates.run_s(WorkflowHash(""), worker_class)
-        rate += count / max(seconds, EPSILON_S)
+        rate += count / max(seconds + overhead_s, EPSILON_S)
     return 1 / rate if rate else inf
 
 
