@@ -46,7 +46,7 @@ class PredictingFleet(ModelFleet):
         await self.settle()
         await self.advance(0.2)
         await self.ask(job_id for job_id in batch if not self.runs[job_id].server)
-        await self.advance(1e6)
+        await self.finish()
 
     @property
     def misses(self) -> list[float]:

@@ -66,7 +66,8 @@ async def test_a_quote_takes_the_body_of_a_submission_and_submits_nothing(rig: H
 async def test_a_tenant_learns_its_cost_and_not_how_often_others_ran_the_workflow(tmp_path: Path) -> None:
     price = {"by": "gpu_second", "credits_per_second": 2, "most_seconds": 600, "base": 1}
     async with hub_in_process(databases={"default": f"sqlite:///{tmp_path}/default.db"}) as rig:
-        await rig.engine.register(RegisterWorker(WORKER, Capabilities((Service("comfyui"),)), 1))
+        capabilities = Capabilities((Service("comfyui"),), has_hub=True, moves_files=True)
+        await rig.engine.register(RegisterWorker(WORKER, capabilities, 1))
         await run(rig, 9)
         assert (await rig.post("/api/tenants", {"id": "acme", "price": price})).status == 201
         found = (await rig.post("/api/jobs/quote", submission(), role=Role.TENANT)).body

@@ -60,6 +60,7 @@ class SyncFleetClient(BlockingFacade):
     resume = blocking(FleetClient.resume)
     set_priority = blocking(FleetClient.set_priority)
     stats = blocking(FleetClient.stats)
+    capacity = blocking(FleetClient.capacity)
     pause_queue = blocking(FleetClient.pause_queue)
     resume_queue = blocking(FleetClient.resume_queue)
     dead_letter = blocking(FleetClient.dead_letter)
