@@ -52,7 +52,7 @@ _PORT = 3001
 )
 @click.option("--time-scale", type=click.FloatRange(0.05, 10), default=1.0, hidden=True)
 def demo_command(out: Path | None, once: bool, plain: bool, port: int | None, time_scale: float) -> None:
-    """Watch a hub and four fake servers for about 15 seconds.
+    """Watch a hub and four fake servers for about 20 seconds.
 
     The demo submits 24 jobs of four workflows and different priorities through the API. They run on GPUs of different
     size and speed. One server fails a workflow and is blocked for it until its cooldown is over; another crashes during

@@ -211,7 +211,8 @@ def ask(
         if error.code is RefusalCode.UNAUTHENTICATED and target.key_file is not None:
             message = (
                 f"the key in {target.key_file} is not valid at {target.url}: it was revoked, or another hub runs "
-                "there. Restart the hub with that data folder to get a new key, or set --key or COMFYFLEET_KEY."
+                "there. If that hub has another data folder, name it with --data or COMFYFLEET_DATA; or set --key or "
+                "COMFYFLEET_KEY. A restart of the hub writes a new key into its data folder."
             )
             raise Refusal(error.code, message, **error.details) from error
         if error.code is RefusalCode.UNAUTHENTICATED and target.key is None:

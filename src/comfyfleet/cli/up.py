@@ -162,9 +162,10 @@ async def _find_servers(running_hub: RunningHub, agents: PoolAgents, resolved: R
             if server.id not in agents:
                 await agents.add(running_hub.api, server)
         if is_first and not len(agents):
+            what = "No real ComfyUI" if found.fakes else "No ComfyUI"
             echo(
-                f"No ComfyUI answers on ports {LOCAL_PORTS[0]} to {LOCAL_PORTS[-1]} of this machine. The search goes "
-                "on. You can also name one with --server, or try --fake 2.",
+                f"{what} answers on ports {LOCAL_PORTS[0]} to {LOCAL_PORTS[-1]} of this machine. The search goes on. "
+                "You can also name one with --server, or try --fake 2.",
                 wraps=True,
             )
         is_first = False
