@@ -25,6 +25,8 @@ def test_the_rules_as_they_are_will_do() -> None:
         ("sweep_s", float("nan")),
         ("round_s", 0.0),
         ("max_attempts", 0),
+        ("patience", -1.0),
+        ("patience", float("nan")),
     ],
 )
 def test_a_rule_that_will_not_do_is_named(name: str, value: Any) -> None:

@@ -52,7 +52,9 @@ async def learn(context: EngineContext, dispatch: Dispatch, worker_id: WorkerId,
     models = context.outlook.models_of(dispatch.class_key)
     times = RunTimes(run.seconds)
     if models:
-        stats = await context.stats(dispatch.workflow_hash)
+        stats = context.known_workflow_stats(dispatch.workflow_hash)
+        if stats is None:
+            stats = await context.stats(dispatch.workflow_hash)
         known = None if stats is None else stats.durations.get(worker_class)
         times = times_of(run.report(None if known is None else known.mean_s))
     for delta in context.estimates.deltas(dispatch, worker_class, times):
