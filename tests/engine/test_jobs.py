@@ -210,6 +210,17 @@ async def test_an_explanation_says_for_each_worker_what_is_in_the_way_and_names_
         assert told.able == ()
 
 
+async def test_of_workers_that_are_gone_an_explanation_names_the_one_seen_last() -> None:
+    async with Rig() as rig:
+        for name, why in (("left long ago", "drain"), ("unreachable now", "connection refused")):
+            await rig.worker(name, "KSampler")
+            await rig.engine.unregister(WorkerId(name), why)
+            await rig.clock.advance(900)
+        told = await rig.engine.explain(await rig.submit())
+        assert told.nearest == "unreachable now"
+        assert "connection refused" in told.summary
+
+
 async def test_an_explanation_tells_of_every_state_a_worker_can_be_in() -> None:
     async with Rig(max_failures_before_block=1) as rig:
         for name in ("blocked", "offline", "draining", "paused", "able"):

@@ -66,8 +66,7 @@ async def explain(
         else:
             able.append(worker)
     position = await context.store.position(job_id)
-    # A worker that is only blocked is nearer than one that lacks something.
-    kept = next((worker_id for worker_id, lacks in lacking.items() if not lacks), None)
+    kept = _only_kept([context.fleet.workers[worker_id] for worker_id, lacks in lacking.items() if not lacks])
     closest = kept or nearest_miss(lacking, context.rules.weights)
     nearest = None if closest is None else reasons[closest]
     known = [worker.worker_id for worker in able if is_known_to(worker.capabilities.tenant_access, tenant)]
@@ -84,6 +83,14 @@ async def explain(
         None if estimate is None or not able else max(0.0, estimate.starts_at - now),
         estimate=estimate if able else None,
     )
+
+
+def _only_kept(workers: list[WorkerRecord]) -> WorkerId | None:
+    """Of workers that lack nothing, the first that is online; else the one that was seen last. A worker that is only
+    blocked or offline is nearer than one that lacks something, and one that left long ago says little."""
+    online = next((worker for worker in workers if not worker.is_offline), None)
+    latest = online or max(workers, key=lambda worker: worker.last_seen_at, default=None)
+    return None if latest is None else latest.worker_id
 
 
 def _lacks(cls: RequirementClass, worker: WorkerRecord) -> tuple[Mismatch, ...]:

@@ -74,7 +74,7 @@
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" if it is never repeated), its
 -- number, and the time ("" except in a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 25
+local REVISION = 26
 
 -- While this text is loaded, `redis.call` and the libraries do not exist yet.
 local function call(...)
