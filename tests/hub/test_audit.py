@@ -176,7 +176,7 @@ def test_every_route_that_changes_something_is_noted_but_what_workers_report() -
         "commands",
         "unregister",
     )
-    assert silent == {f"worker_{name}" for name in reports} | {"put_content", "convert"}
+    assert silent == {f"worker_{name}" for name in reports} | {"put_content", "convert", "quote_job"}
 
 
 async def test_workers_that_come_leave_and_are_lost_are_in_the_log() -> None:

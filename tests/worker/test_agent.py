@@ -78,8 +78,7 @@ async def test_an_idle_agent_still_fetches_commands() -> None:
         await until(lambda: agent.state.status is AgentStatus.PAUSED)
         await until(lambda: api.parked == 0)
         api.orders.append(Command("resume"))
-        await until(lambda: api.parked == 1)
-        assert agent.state.status is AgentStatus.ONLINE
+        await until(lambda: agent.state.status is AgentStatus.ONLINE and api.parked == 1)
 
 
 async def test_the_timeouts_of_a_job_reach_the_connector_as_they_came() -> None:

@@ -70,10 +70,14 @@ async def explain(
     closest = kept or nearest_miss(lacking, context.rules.weights)
     nearest = None if closest is None else reasons[closest]
     known = [worker.worker_id for worker in able if is_known_to(worker.capabilities.tenant_access, tenant)]
+    reason = await _reason_for_nobody(context, dispatch, now)
+    if reason is not None and dispatch.stands_in_lane:
+        # Nobody can say when an operator resumes the queue, or when the tenant may run more.
+        estimate = None
     return Explanation(
         job_id,
         phase,
-        await _summary(context, dispatch, able, nearest, position, now)
+        (reason or _summary(context, dispatch, able, nearest, position))
         + _expectation(context, waiting, dispatch, able, estimate, tenant),
         merged(reasons.values()),
         tuple(known),
@@ -158,14 +162,8 @@ async def _obstacles(
     return why
 
 
-async def _summary(
-    context: EngineContext,
-    dispatch: Dispatch,
-    able: list[WorkerRecord],
-    nearest: WorkerMismatch | None,
-    position: int | None,
-    now: float,
-) -> str:
+async def _reason_for_nobody(context: EngineContext, dispatch: Dispatch, now: float) -> str | None:
+    """What keeps the job from every worker."""
     if await context.store.is_queue_paused():
         return "the queue is paused"
     if dispatch.standing is Readiness.PAUSED:
@@ -179,6 +177,16 @@ async def _summary(
         return f"the tenant {dispatch.tenant} is held{_until(share.terms, now)}: workers get none of its jobs"
     if share.is_at_cap:
         return f"the tenant {dispatch.tenant} has as many jobs running as it may: {share.leased}"
+    return None
+
+
+def _summary(
+    context: EngineContext,
+    dispatch: Dispatch,
+    able: list[WorkerRecord],
+    nearest: WorkerMismatch | None,
+    position: int | None,
+) -> str:
     if not context.fleet.workers:
         return "no worker is connected"
     if not able:
