@@ -11,6 +11,7 @@ from comfyfleet.ports.bus import Bus as Bus
 from comfyfleet.ports.bus import PeerChannel as PeerChannel
 from comfyfleet.ports.bus import Subscription as Subscription
 from comfyfleet.ports.connector import Connector as Connector
+from comfyfleet.ports.connector import ConnectorPlugin as ConnectorPlugin
 from comfyfleet.ports.connector import Inventory as Inventory
 from comfyfleet.ports.connector import OutputSource as OutputSource
 from comfyfleet.ports.documents import Document as Document

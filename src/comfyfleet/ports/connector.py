@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from comfyfleet.model.calls import LeasedJob, ProgressReport, RunningAttempt
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.node_classes import NodeCatalog
+from comfyfleet.model.payload import PayloadFormat
 from comfyfleet.model.worker import Capabilities, LiveState
 
 
@@ -54,3 +55,15 @@ class OutputSource(Protocol):
     """A connector whose outputs can be fetched."""
 
     async def save(self, file: OutputFile, path: Path) -> int: ...
+
+
+class ConnectorPlugin(msgspec.Struct, frozen=True):
+    """A kind of connector. A package offers its own under the entry point group `comfyfleet.connectors`."""
+
+    name: str
+    """The name in `--service NAME=ADDRESS`."""
+    payload: PayloadFormat
+    """Of the service that its connectors offer, which may have another name: several connectors may run one service."""
+    connect: Callable[[str, Mapping[str, Any]], Connector]
+    """Makes a connector from an address and the settings of the worker's table `[connectors.NAME]`. Raises `ValueError`
+    for an address or a setting that is wrong. It does not connect yet."""
