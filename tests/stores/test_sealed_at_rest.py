@@ -33,7 +33,7 @@ from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.factory import open_store
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.encrypted import encrypted_database
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
 GPU = WorkerId("gpu")

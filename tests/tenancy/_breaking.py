@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.ports import DocumentStore, Records, Store
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 
 Kind = Literal["crash", "fault"]
 

@@ -21,7 +21,7 @@ from comfyfleet.policy import accounting
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Clock, Store
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.outbox_relay import OutboxRelay
 from comfyfleet.tenancy.services import TenantServices
 from comfyfleet.testing.time import ManualClock, SeededRandom

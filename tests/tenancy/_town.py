@@ -27,7 +27,7 @@ from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
 from comfyfleet.ports import Clock, Store
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.testing.time import ManualClock
 
 WORKERS = (WorkerId("gpu-a"), WorkerId("gpu-b"))

@@ -21,7 +21,8 @@ from comfyfleet.model.ledger import Account, GpuPrice, HoldId, Outcome, OutputPr
 from comfyfleet.model.tenant import TenantState
 from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database.port import OutboxEntry, PostingResult, RoundEnd, RoundEnded, TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import OutboxEntry, PostingResult, RoundEnd, RoundEnded
 from comfyfleet.testing.time import ManualClock
 
 

@@ -31,7 +31,8 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account, Hold, HoldId
 from comfyfleet.policy import accounting
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import PostingResult, TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import PostingResult
 from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
 _Answer = TypeVar("_Answer")

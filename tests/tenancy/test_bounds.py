@@ -23,7 +23,7 @@ from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy import outbox_relay, reconciler
 from comfyfleet.tenancy.claims import Claim, claim, waits_for
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.terms import FairShareSync
 from comfyfleet.testing.time import ManualClock
 

@@ -14,7 +14,7 @@ from comfyfleet.model.ledger import Account
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy.rules import DAY_S, Retention
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.deletion import TenantRetention
 from comfyfleet.testing.time import ManualClock
 

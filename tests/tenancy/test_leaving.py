@@ -22,8 +22,9 @@ from comfyfleet.policy import tenants as policy
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import CLAIM_S, COLLECTION, claim
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import AccountFrozen, PostingResult, TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import AccountFrozen, PostingResult
 from comfyfleet.tenancy.deletion import TenantDeletion, TenantResources
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.tenancy.tenants import TenantDirectory, Tenants

@@ -36,9 +36,10 @@ from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database import open_tenant_database, tenant_rows
 from comfyfleet.tenancy.database.encrypted import encrypted_database
 from comfyfleet.tenancy.database.executor import Row, for_postgres
-from comfyfleet.tenancy.database.port import AccountFrozen, TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.database.tenant_rows import PARTS
+from comfyfleet.tenancy.database.values import AccountFrozen
 from comfyfleet.tenancy.relocation import TenantRelocation
 from comfyfleet.tenancy.tenants import TenantLocation, Tenants
 from comfyfleet.testing.contract.ledger_driver import ACME, BORG, LedgerDriver

@@ -17,7 +17,8 @@ from comfyfleet.policy import accounting
 from comfyfleet.policy.reconciliation import FindingKind
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy import reconciler
-from comfyfleet.tenancy.database.port import RoundEnd, TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import RoundEnd
 from comfyfleet.testing.time import ManualClock
 
 

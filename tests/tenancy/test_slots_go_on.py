@@ -17,7 +17,7 @@ from comfyfleet.model.ledger import Account
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, instant
 

@@ -14,8 +14,8 @@ from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.database import open_tenant_database, registry
 from comfyfleet.tenancy.database.documents import TenantDocumentStore
-from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.tenants import COLLECTION, REMEMBER_S, TenantDirectory, Tenants
 from comfyfleet.testing.time import ManualClock
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from comfyfleet.cli.settings import ResolvedSettings
     from comfyfleet.ports import Clock, DocumentStore, Store
     from comfyfleet.stores.crypto.keyring import KeyCounts, Keyring, MasterKeys
-    from comfyfleet.tenancy.database.port import TenantDatabase
+    from comfyfleet.tenancy.database.sql_database import TenantDatabase
 
 T = TypeVar("T")
 

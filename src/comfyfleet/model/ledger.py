@@ -1,7 +1,7 @@
 """Credits: append-only postings, holds, settlements, prices and usage.
 
 Amounts are whole numbers of the operator's smallest unit. `policy/accounting.py` has the rules, and the tenant
-databases hold the ledgers (`tenancy/database/port.py`).
+databases hold the ledgers (`tenancy/database/`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from comfyfleet.policy.rules import DAY_S, Retention
 from comfyfleet.ports import RecordQuery, Store
 from comfyfleet.tenancy import claims
 from comfyfleet.tenancy.claims import Claim
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.tenancy.relocation import erase_all
 from comfyfleet.tenancy.tenants import REMEMBER_S, TenantDirectory

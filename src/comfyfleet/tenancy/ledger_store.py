@@ -46,7 +46,7 @@ from comfyfleet.policy.tenants import terms_of
 from comfyfleet.policy.terms import check_state
 from comfyfleet.ports import Store
 from comfyfleet.stores import failure_texts as texts
-from comfyfleet.tenancy.database.port import AccountFrozen, PostingResult, RoundStart
+from comfyfleet.tenancy.database.values import AccountFrozen, PostingResult, RoundStart
 from comfyfleet.tenancy.records import TenantRecords, stub_of
 from comfyfleet.tenancy.settlement import Settler
 from comfyfleet.tenancy.tenants import TenantDirectory, TenantLocation

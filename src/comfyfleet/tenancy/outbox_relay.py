@@ -19,7 +19,8 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.policy.accounting import hold_of
-from comfyfleet.tenancy.database.port import OutboxEntry, TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import OutboxEntry
 from comfyfleet.tenancy.ledger_store import TenantLedgerStore
 from comfyfleet.tenancy.tenants import TenantLocation
 from comfyfleet.tracing import BackgroundJob, log_failure

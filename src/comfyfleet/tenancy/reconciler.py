@@ -21,7 +21,7 @@ from comfyfleet.policy.accounting import hold_of, problems
 from comfyfleet.policy.reconciliation import Finding, FindingKind, check_dispatch, check_open_round
 from comfyfleet.ports import Clock
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.ledger_store import TenantLedgerStore
 from comfyfleet.tracing import BackgroundJob, log_failure
 

@@ -15,8 +15,8 @@ from comfyfleet.policy import tenants as policy
 from comfyfleet.policy.accounting import problems
 from comfyfleet.tenancy.claims import Claim, lost
 from comfyfleet.tenancy.database.executor import Row
-from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.database.tenant_rows import PARTS
 from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
 

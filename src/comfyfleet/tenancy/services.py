@@ -12,8 +12,8 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.rules import Retention
 from comfyfleet.ports import Clock, DocumentStore, RecordQuery, Store
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.deletion import TenantRetention
 from comfyfleet.tenancy.ledger_store import TenantLedgerStore
 from comfyfleet.tenancy.outbox_relay import Admit, OutboxRelay

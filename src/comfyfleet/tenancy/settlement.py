@@ -11,7 +11,7 @@ from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.accounting import deciding_attempt, hold_of, settled
 from comfyfleet.ports import Store
 from comfyfleet.stores import failure_texts as texts
-from comfyfleet.tenancy.database.port import PostingResult, RoundEnd
+from comfyfleet.tenancy.database.values import PostingResult, RoundEnd
 from comfyfleet.tenancy.failure_texts import PendingFailureTexts
 from comfyfleet.tenancy.tenants import TenantDirectory, TenantLocation
 

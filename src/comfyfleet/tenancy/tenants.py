@@ -18,8 +18,8 @@ from comfyfleet.model.recent import RecentDict
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.ports import Clock, DocumentStore
 from comfyfleet.stores.documents import is_name
-from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 
 COLLECTION = "tenants"
 REMEMBER_S = 2.0

@@ -23,8 +23,9 @@ from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
 from comfyfleet.policy import tenants as policy
 from comfyfleet.ports import Clock
-from comfyfleet.tenancy.database.port import PostingResult, TenantDatabase
 from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import PostingResult
 from comfyfleet.tenancy.tenants import TenantDirectory, Tenants, not_found
 from comfyfleet.wire import bodies
 from comfyfleet.wire import credits as wire

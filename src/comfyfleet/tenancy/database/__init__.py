@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from comfyfleet.model.errors import Refusal, RefusalCode, to_install
 from comfyfleet.stores.factory import sqlite_path
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 
 
 def open_tenant_database(url: str) -> TenantDatabase:

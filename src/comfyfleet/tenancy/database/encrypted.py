@@ -19,14 +19,14 @@ from comfyfleet.stores.crypto.keyring import Keyring
 from comfyfleet.stores.crypto.payload_cipher import PayloadCipher
 from comfyfleet.stores.crypto.store import EncryptedRecords, without_digest
 from comfyfleet.stores.crypto.value_cipher import DecryptionFailed
-from comfyfleet.tenancy.database.port import (
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import (
     OpenRound,
     PostingResult,
     RoundEnd,
     RoundEnded,
     RoundStart,
     RoundStarted,
-    TenantDatabase,
 )
 
 

@@ -19,7 +19,7 @@ from comfyfleet.model.ledger import (
 )
 from comfyfleet.tenancy.database import tenant_rows
 from comfyfleet.tenancy.database.executor import Row, Work, page, row, rows
-from comfyfleet.tenancy.database.port import MAX_LEDGER, PostingResult
+from comfyfleet.tenancy.database.values import MAX_LEDGER, PostingResult
 
 # One statement compares and changes, so two simultaneous spends cannot overdraw the account.
 _MOVE_CREDITS = """
@@ -164,6 +164,7 @@ def settlement(hold_id: HoldId) -> Work[Settlement | None]:
 
 
 def open_holds(before: float, limit: int) -> Work[list[Hold]]:
+    """Unsettled holds, the oldest first."""
     return [_hold(each) for each in (yield from rows(_OPEN_HOLDS, before=before, limit=page(limit)))]
 
 
@@ -171,6 +172,7 @@ def open_holds(before: float, limit: int) -> Work[list[Hold]]:
 
 
 def grant(given: CreditGrant, posting: Posting | None) -> Work[PostingResult]:
+    """A pending grant has no posting."""
     assert (posting is None) == (given.state is GrantState.PENDING), "only a pending grant has no posting"
     yield from tenant_rows.check_open(given.tenant)
     inserted = yield from row(
@@ -194,6 +196,7 @@ def grant(given: CreditGrant, posting: Posting | None) -> Work[PostingResult]:
 
 
 def confirm(posting: Posting) -> Work[PostingResult]:
+    """Grants the pending grant that the posting names."""
     assert posting.kind is PostingKind.GRANT, "only grants are pending"
     named = {"tenant": posting.tenant, "grant_id": posting.reference}
     decided = yield from row(_CONFIRM, **named, at=posting.at, amount=posting.balance)
@@ -205,6 +208,7 @@ def confirm(posting: Posting) -> Work[PostingResult]:
 
 
 def void(tenant: TenantId, grant_id: str) -> Work[PostingResult]:
+    """Cancels a pending grant."""
     named = {"tenant": tenant, "grant_id": grant_id}
     yield from tenant_rows.check_open(tenant)
     if (yield from row(_VOID, **named)) is not None:
@@ -223,6 +227,7 @@ def adjust(posting: Posting) -> Work[PostingResult]:
 
 
 def statement(tenant: TenantId, after: int, limit: int) -> Work[list[Posting]]:
+    """Postings after that number."""
     return (yield from _postings(tenant, after, page(limit)))
 
 
@@ -231,12 +236,14 @@ def _postings(tenant: TenantId, after: int, limit: int) -> Work[list[Posting]]:
 
 
 def account_at(tenant: TenantId, number: int) -> Work[Account]:
+    """The sum of the postings up to that number, without pending grants."""
     found = yield from row(_SUMS, tenant=tenant, number=number)
     assert found is not None, "an aggregate has a row"
     return Account(tenant, *(int(each) for each in found))
 
 
 def ledger(tenant: TenantId) -> Work[Ledger]:
+    """The whole ledger in one snapshot. Refused if it has more than `MAX_LEDGER` postings."""
     postings = yield from _postings(tenant, 0, MAX_LEDGER + 1)
     if len(postings) > MAX_LEDGER:
         raise Refusal(

@@ -15,7 +15,8 @@ from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.ports import Clock, DocumentStore
-from comfyfleet.tenancy.database.port import AccountFrozen, TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import AccountFrozen
 
 DEFAULT_DATABASE = "default"
 ANSWER_S = 10.0

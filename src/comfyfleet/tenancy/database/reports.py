@@ -44,6 +44,7 @@ def grant_of(tenant: TenantId, grant_id: str) -> Work[CreditGrant | None]:
 
 
 def grants(tenant: TenantId, after: tuple[float, str] | None, limit: int) -> Work[list[CreditGrant]]:
+    """Ordered by time and id."""
     at, grant_id = after or (-1.0, "")
     found = yield from rows(
         f"{GRANTS} AND (at > :at OR (at = :at AND grant_id > :grant_id)) ORDER BY at, grant_id LIMIT :limit",
@@ -56,6 +57,7 @@ def grants(tenant: TenantId, after: tuple[float, str] | None, limit: int) -> Wor
 
 
 def receipts(tenant: TenantId, job_id: JobId, limit: int) -> Work[list[Receipt]]:
+    """The newest rounds of a job, the oldest of them first."""
     found = yield from rows(_RECEIPTS, tenant=tenant, job_id=job_id, limit=page(limit))
     return [_receipt(each) for each in reversed(found)]
 
@@ -63,6 +65,7 @@ def receipts(tenant: TenantId, job_id: JobId, limit: int) -> Work[list[Receipt]]
 def usage(
     tenant: TenantId | None, since: float, until: float, by: Collection[UsageBy], limit: int
 ) -> Work[list[UsageLine]]:
+    """Sums over the rounds that ended in that time; `tenant` None: of all tenants."""
     condition, values = "", dict[str, object](since=since, until=until, limit=limit)
     if tenant is not None:
         condition, values["tenant"] = " AND tenant = :tenant", tenant
@@ -123,11 +126,13 @@ ON CONFLICT (job_id, round, attempt_id) DO UPDATE SET failure = excluded.failure
 
 
 def save_failure(hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> Work[bool]:
+    """Call this before reporting the failure to the central store. False: the round is not open."""
     yield from check_open(hold_id)
     values = {**hold_id._asdict(), "attempt_id": attempt_id, "failure": pack(text), "at": at}
     return (yield from row(_KEEP, **values)) is not None
 
 
 def failures_of(job_ids: Sequence[JobId]) -> Work[Mapping[str, FailureText]]:
+    """By attempt id, of all rounds."""
     found = yield from rows_in("SELECT attempt_id, failure FROM @failures", "job_id", job_ids)
     return {attempt_id: _texts.decode(failure) for attempt_id, failure in found}

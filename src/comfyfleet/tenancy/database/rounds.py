@@ -14,7 +14,7 @@ from comfyfleet.ports import RecordQuery
 from comfyfleet.stores.documents import pack
 from comfyfleet.tenancy.database import ledger, tenant_rows
 from comfyfleet.tenancy.database.executor import MAX_PAGE, Row, Work, page, row, rows, rows_in
-from comfyfleet.tenancy.database.port import (
+from comfyfleet.tenancy.database.values import (
     AccountFrozen,
     OpenRound,
     OutboxEntry,
@@ -205,6 +205,7 @@ def _run_values(run: RunEntry) -> dict[str, object]:
 
 
 def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxEntry]]:
+    """Open rounds by id: the relay reads the unsent ones, the reconciler the sent ones."""
     last = after or HoldId(JobId(""), 0)
     found = yield from rows(
         _OUTBOX,
@@ -220,29 +221,35 @@ def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxE
 
 
 def count_open(tenant: TenantId, most: int) -> Work[int]:
+    """Counts a tenant's open rounds, up to `most`."""
     found = yield from row(_COUNT_OPEN, tenant=tenant, most=most)
     return 0 if found is None else int(found[0])
 
 
 def mark_sent(hold_id: HoldId) -> Work[bool]:
+    """S3. False: the round is unknown or has ended, or the account is frozen."""
     return (yield from row(_SET_OUTBOX, outbox="sent", **hold_id._asdict())) is not None
 
 
 def send_again(hold_id: HoldId) -> Work[bool]:
+    """Puts a round that the central store has lost back into the outbox. False: it is not open."""
     return (yield from row(_SET_OUTBOX, outbox="unsent", **hold_id._asdict())) is not None
 
 
 def leasable(hold_id: HoldId) -> Work[Job | None]:
+    """L2: the job with its payload, if this round is open and not settled."""
     found = yield from row(_OPEN_JOB, **hold_id._asdict())
     return None if found is None else _job(found)
 
 
 def put_payload(hold_id: HoldId, payload: Submission) -> Work[bool]:
+    """Replaces the payload. False: the round is not open."""
     yield from check_open(hold_id)
     return (yield from row(_PUT_PAYLOAD, **hold_id._asdict(), payload=pack(payload))) is not None
 
 
 def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Work[bool]:
+    """Before K: saves a result that counts if the round ends with this attempt. False: the round is not open."""
     yield from check_open(hold_id)
     values = {**hold_id._asdict(), "attempt_id": attempt_id, "result": pack(result), "at": at}
     return (yield from row(_STAGE, **values)) is not None
@@ -255,6 +262,7 @@ def check_open(hold_id: HoldId) -> Work[None]:
 
 
 def open_round_of(hold_id: HoldId, attempt_id: str | None) -> Work[OpenRound | None]:
+    """Before T1. None: the round has ended or is unknown."""
     named = hold_id._asdict()
     job = yield from leasable(hold_id)
     hold = yield from ledger.hold(hold_id)
@@ -271,6 +279,7 @@ def open_round_of(hold_id: HoldId, attempt_id: str | None) -> Work[OpenRound | N
 
 
 def phases(hold_ids: Sequence[HoldId]) -> Work[dict[HoldId, Phase | None]]:
+    """How rounds ended; None: it is open. Leaves out unknown rounds."""
     assert len(hold_ids) <= MAX_PAGE, "at most one page"
     if not hold_ids:
         return {}
@@ -286,15 +295,18 @@ def phases(hold_ids: Sequence[HoldId]) -> Work[dict[HoldId, Phase | None]]:
 
 
 def forget_events(before: float, limit: int) -> Work[int]:
+    """Deletes old inbox entries. Settlements stay, so a very late repeat still changes nothing."""
     return len((yield from rows(_FORGET, before=before, limit=page(limit))))
 
 
 def ended_jobs(phase: Phase, before: float, limit: int) -> Work[list[JobId]]:
+    """The oldest first."""
     found = yield from rows(_ENDED, phase=phase.value, before=before, limit=page(limit))
     return [JobId(job_id) for (job_id,) in found]
 
 
 def forget_jobs(job_ids: Sequence[JobId], before: float) -> Work[int]:
+    """Deletes jobs that ended before `before`, unless the account is frozen. Ledger and rounds stay."""
     assert len(job_ids) <= MAX_PAGE, "at most one page"
     forgotten, is_frozen = 0, dict[str, bool]()
     for job_id in job_ids:
@@ -357,6 +369,7 @@ def listing(query: RecordQuery) -> Work[list[Job]]:
 
 
 def runs(tenant: TenantId, after: int, limit: int) -> Work[list[RunEntry]]:
+    """What ended rounds used, after that number."""
     found = yield from rows(_RUNS, tenant=tenant, after=after, limit=page(limit))
     return [RunEntry(HoldId(JobId(job_id), number), *rest) for job_id, number, *rest in found]
 

@@ -1,7 +1,9 @@
-"""`TenantDatabase` over a `SqlExecutor`, which `sqlite/` and `postgres/` provide.
+"""A tenant database: jobs with payload and result, rounds with their outbox, the credit ledger.
 
-Each method runs one of the SQL generators, in a transaction (`writing`), as a read (`reading`) or as reads of one
-moment (`snapshot`). `port.py` says what the methods do.
+One database can serve many tenants. It stores and guards what policy decides. Each method runs one SQL generator in a
+transaction (`writing`), as a read (`reading`) or as reads of one moment (`snapshot`), and may be repeated. The
+generator's module says what the method does; `docs/ledger.md` explains the steps S1 … T2. `sqlite/` and `postgres/`
+provide the `SqlExecutor`.
 """
 
 from __future__ import annotations
@@ -15,36 +17,36 @@ from comfyfleet.tenancy.database import ledger as credit_ledger
 from comfyfleet.tenancy.database import reports, rounds, tenant_rows
 from comfyfleet.tenancy.database.documents import TenantDocumentStore
 from comfyfleet.tenancy.database.executor import SqlExecutor, Work
-from comfyfleet.tenancy.database.port import PostingResult, RoundEnd, RoundEnded, RoundStart, RoundStarted
+from comfyfleet.tenancy.database.values import PostingResult, RoundEnd, RoundEnded, RoundStart, RoundStarted
 
 _P = ParamSpec("_P")
 _Answer = TypeVar("_Answer")
-Method = Callable[Concatenate["SqlTenantDatabase", _P], Coroutine[Any, Any, _Answer]]
+Method = Callable[Concatenate["TenantDatabase", _P], Coroutine[Any, Any, _Answer]]
 
 
 def reading(work: Callable[_P, Work[_Answer]]) -> Method[_P, _Answer]:
-    async def method(self: SqlTenantDatabase, /, *args: _P.args, **named: _P.kwargs) -> _Answer:
+    async def method(self: TenantDatabase, /, *args: _P.args, **named: _P.kwargs) -> _Answer:
         return await self._executor.read(lambda: work(*args, **named))
 
     return method
 
 
 def snapshot(work: Callable[_P, Work[_Answer]]) -> Method[_P, _Answer]:
-    async def method(self: SqlTenantDatabase, /, *args: _P.args, **named: _P.kwargs) -> _Answer:
+    async def method(self: TenantDatabase, /, *args: _P.args, **named: _P.kwargs) -> _Answer:
         return await self._executor.snapshot(lambda: work(*args, **named))
 
     return method
 
 
 def writing(work: Callable[_P, Work[_Answer]]) -> Method[_P, _Answer]:
-    async def method(self: SqlTenantDatabase, /, *args: _P.args, **named: _P.kwargs) -> _Answer:
+    async def method(self: TenantDatabase, /, *args: _P.args, **named: _P.kwargs) -> _Answer:
         return await self._executor.transact(lambda: work(*args, **named))
 
     return method
 
 
 def posting(work: Callable[_P, Work[PostingResult]]) -> Method[_P, PostingResult]:
-    async def method(self: SqlTenantDatabase, /, *args: _P.args, **named: _P.kwargs) -> PostingResult:
+    async def method(self: TenantDatabase, /, *args: _P.args, **named: _P.kwargs) -> PostingResult:
         try:
             return await self._executor.transact(lambda: work(*args, **named))
         except credit_ledger.RolledBack as answer:
@@ -53,28 +55,32 @@ def posting(work: Callable[_P, Work[PostingResult]]) -> Method[_P, PostingResult
     return method
 
 
-class SqlTenantDatabase:
+class TenantDatabase:
     def __init__(self, executor: SqlExecutor) -> None:
         self._executor = executor
 
     async def open(self) -> None:
+        """Connects and migrates. Call this once, first."""
         await self._executor.open()
 
     async def close(self) -> None:
         await self._executor.close()
 
     def documents(self, tenant: TenantId) -> DocumentStore:
+        """The documents of this tenant, such as file records."""
         return TenantDocumentStore(self._executor, tenant)
 
     # rounds
 
     async def open_round(self, opening: RoundStart) -> RoundStarted:
+        """S1: writes the job (or its next round), the hold and the outbox entry, if the account covers it."""
         try:
             return await self._executor.transact(lambda: rounds.open_round(opening))
         except credit_ledger.RolledBack as answer:
             return RoundStarted(answer.outcome, await self.account(opening.job.tenant))
 
     async def end_round(self, ending: RoundEnd) -> RoundEnded:
+        """T1: settles the hold, ends the round and closes its outbox entry."""
         try:
             return await self._executor.transact(lambda: rounds.end_round(ending))
         except credit_ledger.RolledBack as answer:

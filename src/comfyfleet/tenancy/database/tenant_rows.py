@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from comfyfleet.model.ids import TenantId
 from comfyfleet.tenancy.database.executor import Row, Work, page, row, rows
-from comfyfleet.tenancy.database.port import AccountFrozen
+from comfyfleet.tenancy.database.values import AccountFrozen
 
 
 class _Part(NamedTuple):
@@ -98,15 +98,18 @@ def create_account(tenant: TenantId) -> Work[None]:
 
 def freeze_account(tenant: TenantId, fence: int) -> Work[bool]:
     # Wait for writes without a posting, which lock the account.
+    """From now on writes raise `AccountFrozen`. False: a newer fence has frozen it."""
     yield from row("SELECT fence FROM @accounts WHERE tenant = :tenant FOR UPDATE", tenant=tenant)
     return (yield from row(_FREEZE, tenant=tenant, fence=fence)) is not None
 
 
 def unfreeze_account(tenant: TenantId, fence: int) -> Work[bool]:
+    """Sets the account to the sum of its postings. False: this fence does not hold it."""
     return (yield from row(_UNFREEZE, tenant=tenant, fence=fence)) is not None
 
 
 def has_account(tenant: TenantId) -> Work[bool]:
+    """Also True for a frozen account. Every tenant of this database has one."""
     return (yield from row("SELECT 1 FROM @accounts WHERE tenant = :tenant", tenant=tenant)) is not None
 
 
@@ -116,6 +119,7 @@ def fence_of(tenant: TenantId) -> Work[int | None]:
 
 
 def rows_of(tenant: TenantId, part: str, after: Row | None, limit: int) -> Work[list[Row]]:
+    """A page of one of `tenant_rows.PARTS`, ordered by key, for `import_rows` of another database."""
     described, values = PARTS[part], {"tenant": tenant, "limit": page(limit)}
     key, behind = ", ".join(described.key), ""
     if after is not None:
@@ -133,6 +137,7 @@ def rows_of(tenant: TenantId, part: str, after: Row | None, limit: int) -> Work[
 
 
 def import_rows(tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -> Work[bool]:
+    """Keeps rows that exist already. False: this fence does not hold the account."""
     if not (yield from _is_frozen(tenant, fence)):
         return False
     described, values, lines = PARTS[part], dict[str, object](), []
@@ -150,6 +155,7 @@ def import_rows(tenant: TenantId, fence: int, part: str, taken: Sequence[Row]) -
 
 
 def erase(tenant: TenantId, fence: int, limit: int) -> Work[int | None]:
+    """Deletes some rows; 0: only the frozen account is left. None: this fence does not hold the account."""
     if not (yield from _is_frozen(tenant, fence)):
         return None
     # Backwards: a table that names the tenant of another one is erased after it.

@@ -9,14 +9,8 @@ from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import Hold, HoldId
 from comfyfleet.policy import accounting
-from comfyfleet.tenancy.database.port import (
-    PostingResult,
-    RoundEnd,
-    RoundEnded,
-    RoundStart,
-    RoundStarted,
-    TenantDatabase,
-)
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import PostingResult, RoundEnd, RoundEnded, RoundStart, RoundStarted
 
 ACME, BORG = TenantId("acme"), TenantId("borg")
 DONE, KNOWN, SHORT, REFUSED = (

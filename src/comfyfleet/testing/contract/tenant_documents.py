@@ -8,7 +8,7 @@ import pytest
 
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import DocumentStore
-from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.testing.contract.documents import DocumentStoreContract
 
 _OURS, _THEIRS = TenantId("acme"), TenantId("borg")

@@ -18,7 +18,8 @@ from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import Account, FlatPrice, HoldId, Outcome
 from comfyfleet.policy import accounting
 from comfyfleet.ports import RecordQuery
-from comfyfleet.tenancy.database.port import OpenRound, RoundEnded, RoundStart, RoundStarted, TenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
+from comfyfleet.tenancy.database.values import OpenRound, RoundEnded, RoundStart, RoundStarted
 from comfyfleet.testing.contract.ledger_driver import ACME, BORG, DONE, KNOWN, REFUSED, SHORT, LedgerDriver
 from comfyfleet.testing.contract.tenant_documents import TenantDocumentsContract
 from comfyfleet.testing.contract.tenant_ledger import TenantLedgerContract

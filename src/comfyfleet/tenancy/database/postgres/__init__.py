@@ -12,7 +12,7 @@ from comfyfleet.stores.migrations import migrations_of
 from comfyfleet.stores.postgres.connections import ConnectionPool, SqlStep
 from comfyfleet.stores.postgres.schema import Schema, migrate
 from comfyfleet.tenancy.database.executor import Work, for_postgres
-from comfyfleet.tenancy.database.sql_database import SqlTenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 
 _Answer = TypeVar("_Answer")
 
@@ -20,7 +20,7 @@ _Answer = TypeVar("_Answer")
 _SCHEMA = Schema("comfyfleet_tenants", 0x74656E616E74)
 
 
-class PostgresTenantDatabase(SqlTenantDatabase):
+class PostgresTenantDatabase(TenantDatabase):
     def __init__(self, url: str, *, connections: int = 4) -> None:
         super().__init__(PostgresExecutor(url, connections))
 

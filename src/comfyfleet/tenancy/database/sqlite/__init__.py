@@ -18,7 +18,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.stores.migrations import migrations_of
 from comfyfleet.stores.sqlite.database import connect, migrate
 from comfyfleet.tenancy.database.executor import Work, for_sqlite
-from comfyfleet.tenancy.database.sql_database import SqlTenantDatabase
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 
 _Answer = TypeVar("_Answer")
 
@@ -26,7 +26,7 @@ _OPENING_TRIES = 20
 _OPENING_WAIT_S = 0.1
 
 
-class SqliteTenantDatabase(SqlTenantDatabase):
+class SqliteTenantDatabase(TenantDatabase):
     def __init__(self, path: Path) -> None:
         super().__init__(SqliteExecutor(path))
 
