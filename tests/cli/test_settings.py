@@ -182,7 +182,7 @@ def test_every_setting_is_shown_with_the_value_it_has(file: Path) -> None:
     every = {f"{table}.{name}" for table in TABLES for name in _fields(table)}
     assert (
         every <= shown.keys()
-        and set(Settings.__struct_fields__) - TABLES.keys() - {"databases"} <= shown.keys()
+        and set(Settings.__struct_fields__) - TABLES.keys() - {"databases", "connectors"} <= shown.keys()
     )
 
 
@@ -277,7 +277,7 @@ def test_the_usual_data_folder_is_the_users() -> None:
 
 
 def test_every_flag_is_a_settings() -> None:
-    assert _OPTIONS.keys() - {"config"} == set(Settings.__struct_fields__) - TABLES.keys()
+    assert _OPTIONS.keys() - {"config"} == set(Settings.__struct_fields__) - TABLES.keys() - {"connectors"}
     assert flag_of("servers") == "--server"
 
 

@@ -114,11 +114,13 @@ def _warn_about_unknown_variables(session: _Session, command: str | None) -> Non
     ours = [name for name, value in os.environ.items() if name.startswith("COMFYFLEET_") and value]
     if not ours or session.wants_json or command in ("config", "completion"):
         return
-    from comfyfleet.cli.settings import nearest, variable_of, variables
+    from comfyfleet.cli.settings import CONNECTOR_PREFIX, nearest, variable_of, variables
     from comfyfleet.cli.settings_schema import ELSEWHERE, OLD_DATABASES, PREFIX
 
     known = variables()
     for name in sorted(set(ours) - ELSEWHERE - {*known, variable_of(OLD_DATABASES)}):
+        if name.startswith(CONNECTOR_PREFIX):
+            continue
         echo(f"Warning: {name} is not a setting{nearest(name, known, PREFIX, lists_all=False)}", err=True)
 
 
@@ -291,6 +293,10 @@ def check(config: str | None, as_json: bool) -> None:
         # Only a hub needs the storage of files, so `read_settings` does not check it.
         mistakes += storage_mistakes(resolved)
     mistakes += key_mistakes(resolved)
+    try:
+        resolved.check_connectors()
+    except CommandFailed as mistake:
+        mistakes.append(mistake)
     problems = [str(mistake) for mistake in mistakes]
     for name in resolved.unknown_variables:
         problems.append(f"{name} is not a setting{nearest(name, variables(), PREFIX)}")

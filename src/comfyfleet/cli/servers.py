@@ -34,7 +34,8 @@ from comfyfleet.pool.options import Server
 from comfyfleet.ports import Connector
 from comfyfleet.worker.connectors.comfyui.inventory import is_fake
 from comfyfleet.worker.connectors.comfyui.settings import parse_address
-from comfyfleet.worker.connectors.registry import CONNECTORS, connect
+from comfyfleet.worker.connectors.registry import connect
+from comfyfleet.worker.connectors.registry import names as connector_names
 from comfyfleet.worker.settings import AgentState
 
 LOCAL_PORTS = range(8188, 8200)
@@ -82,6 +83,7 @@ def with_cleanup(servers: list[Server], resolved: ResolvedSettings) -> list[Serv
 def with_services(servers: list[Server], resolved: ResolvedSettings) -> list[Server]:
     """The servers with other services. There is only one worker then."""
     chosen = resolved.values
+    resolved.check_connectors()
     more = tuple(_service(resolved, given) for given in chosen.services)
     if more and (len(servers) > 1 or chosen.fake):
         raise resolved.wrong("services", "they belong to one worker. Start it with at most one --server.")
@@ -142,8 +144,9 @@ def _service(resolved: ResolvedSettings, given: str) -> Connector:
     name, separator, address = given.partition("=")
     try:
         if not separator:
-            raise ValueError(f"{given!r} is not NAME=ADDRESS. Known names: {', '.join(CONNECTORS)}.")
-        return connect(name, address)
+            known = ", ".join(connector_names())
+            raise ValueError(f"{given!r} is not NAME=ADDRESS. Known names: {known}.")
+        return connect(name, address, resolved.connector(name))
     except ValueError as error:
         raise resolved.wrong("services", str(error)) from error
 

@@ -10,8 +10,9 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.options import flag_of, level_of
 from comfyfleet.cli.settings_schema import (
     ADDRESSES,
+    CONNECTORS,
     CREDENTIALS,
     DATABASE_KINDS,
     DATABASE_NAME,
@@ -35,6 +37,7 @@ from comfyfleet.cli.settings_schema import (
     PREFIX,
     RETENTION_RULES,
     SECRET,
+    SECRET_FILE,
     TABLES,
     TOGETHER,
     EncryptionSettings,
@@ -119,6 +122,29 @@ class ResolvedSettings(msgspec.Struct, frozen=True):
 
         return ComfyUISettings(**self.values.comfyui)
 
+    def connector(self, name: str) -> dict[str, Any]:
+        """The settings of one connector. `SETTING_file` is the file with the value of SETTING."""
+        given = self.values.connectors.get(name, {})
+        found = {key: value for key, value in given.items() if not key.endswith(SECRET_FILE)}
+        for key in given.keys() - found.keys():
+            full, setting = f"{CONNECTORS}.{name}.{key}", key.removesuffix(SECRET_FILE)
+            if setting in found:
+                raise self.wrong(full, f"{setting!r} is given too. Give only one of them.")
+            found[setting] = _read_secret(given[key], partial(self.wrong, full))
+        # The limits of every ComfyUI server.
+        return self.values.comfyui | found if name == "comfyui" else found
+
+    def check_connectors(self) -> None:
+        """Refuse a table of a connector that this machine does not have."""
+        from comfyfleet.worker.connectors.registry import names
+
+        for name in self.values.connectors.keys() - set(names()):
+            full = next(each for each in self.origins if each.startswith(f"{CONNECTORS}.{name}."))
+            raise self.wrong(
+                full,
+                f"there is no connector {name!r} here{nearest(name, list(names()))}. Is its package missing?",
+            )
+
     def encryption(self) -> EncryptionSettings:
         return msgspec.convert(self.values.encryption, EncryptionSettings)
 
@@ -141,6 +167,12 @@ class ResolvedSettings(msgspec.Struct, frozen=True):
                     full = f"{name}.{field}"
                     yield full, masked(full, value[field]), self.origin(full).place
                 continue
+            if name == CONNECTORS:
+                for connector, table in sorted(value.items()):
+                    for key in sorted(table):
+                        full = f"{CONNECTORS}.{connector}.{key}"
+                        yield full, masked(full, table[key]), self.origin(full).place
+                continue
             yield name, masked(name, value), self.origin(name).place
 
     def _whole_table(self, table: str) -> dict[str, Any]:
@@ -157,6 +189,9 @@ def masked(name: str, value: Any) -> Any:
         return None
     if name in SECRET:
         return "…"
+    if name.startswith(f"{CONNECTORS}."):
+        # Only its package knows which of its settings are secret.
+        return value if isinstance(value, int | float) or name.endswith(SECRET_FILE) else "…"
     if isinstance(value, tuple):
         return [masked(name, each) for each in value]
     if name not in ADDRESSES and name.partition(".")[0] != DATABASES:
@@ -229,7 +264,9 @@ class _Found:
         origin = Origin(1, f"file {path}")
         with self.collecting():
             for name, value in _read_file(path).items():
-                if name not in (*TABLES, DATABASES, OLD_DATABASES):
+                if name == CONNECTORS:
+                    self._take_connectors(value, origin)
+                elif name not in (*TABLES, DATABASES, OLD_DATABASES):
                     self.put(name, value, origin)
                 elif isinstance(value, dict):
                     for field, each in value.items():
@@ -239,6 +276,20 @@ class _Found:
                         raise _wrong(
                             name, origin, f"it is a table. Write [{name}] and its settings below it."
                         )
+
+    def _take_connectors(self, tables: Any, origin: Origin) -> None:
+        for connector, table in tables.items() if isinstance(tables, dict) else [("NAME", tables)]:
+            if isinstance(table, dict):
+                for key, value in table.items():
+                    self.put_connector(connector, key, value, origin)
+                continue
+            with self.collecting():
+                full = f"{CONNECTORS}.{connector}"
+                raise _wrong(full, origin, f"it is a table. Write [{full}] and its settings below it.")
+
+    def put_connector(self, connector: str, key: str, value: Any, origin: Origin) -> None:
+        self.values.setdefault(CONNECTORS, {}).setdefault(connector, {})[key] = value
+        self.origins[f"{CONNECTORS}.{connector}.{key}"] = origin
 
     def put(self, name: str, value: Any, origin: Origin) -> None:
         with self.collecting():
@@ -253,7 +304,7 @@ class _Found:
                 self.origins[f"{DATABASES}.{field}"] = origin
                 return
             fields = _fields(table)
-            if (table and table not in TABLES) or field not in fields or name in TABLES:
+            if (table and table not in TABLES) or field not in fields or name in (*TABLES, CONNECTORS):
                 raise _unknown(name, origin)
             if name == "hub" and isinstance(value, str):
                 value = value.replace(",", " ").split()
@@ -295,6 +346,16 @@ def _check_database(name: str, address: Any, origin: Origin) -> None:
         raise _wrong(f"{DATABASES}.{name}", origin, 'write "sqlite:///…" or "postgresql://…"')
 
 
+def _read_secret(path: Any, wrong: Callable[[str], CommandFailed]) -> str:
+    if not isinstance(path, str) or not path:
+        raise wrong("it is not the path of a file")
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise wrong(f"cannot read {path}: {cause}") from error
+
+
 def _file(config: str | Path | None, environment: Mapping[str, str]) -> Path | None:
     given = config or environment.get(f"{PREFIX}CONFIG")
     if given:
@@ -327,6 +388,12 @@ def _take_environment(found: _Found, environment: Mapping[str, str], old_store: 
     for variable, text in sorted(environment.items()):
         if not variable.startswith(PREFIX) or variable in ELSEWHERE or not text:
             continue
+        if (
+            variable.startswith(CONNECTOR_PREFIX)
+            and (place := _connector_setting(found, variable)) is not None
+        ):
+            found.put_connector(*place, text, Origin(2, f"environment {variable}"))
+            continue
         if variable not in by_variable:
             unknown.append(variable)
             continue
@@ -337,6 +404,21 @@ def _take_environment(found: _Found, environment: Mapping[str, str], old_store: 
             value = re.split(r"[\s,]+(?=[\w-]+=)", text.strip())
         found.put(name, value, Origin(2, f"environment {variable}"))
     return tuple(unknown)
+
+
+CONNECTOR_PREFIX = variable_of(f"{CONNECTORS}.")
+
+
+def _connector_setting(found: _Found, variable: str) -> tuple[str, str] | None:
+    """The connector and its setting. The name of a connector may contain '_', so the longest name wins."""
+    from comfyfleet.worker.connectors.registry import names
+
+    known = {*names(), *found.values.get(CONNECTORS, {})}
+    for name in sorted(known, key=len, reverse=True):
+        start = f"{CONNECTOR_PREFIX}{name.replace('-', '_').upper()}_"
+        if variable.startswith(start) and len(variable) > len(start):
+            return name, variable.removeprefix(start).lower()
+    return None
 
 
 def _take_others(found: _Found, environment: Mapping[str, str]) -> None:
@@ -355,7 +437,7 @@ def _take_others(found: _Found, environment: Mapping[str, str]) -> None:
 
 
 def _names() -> list[str]:
-    plain = [name for name in Settings.__struct_fields__ if name not in TABLES]
+    plain = [name for name in Settings.__struct_fields__ if name not in (*TABLES, CONNECTORS)]
     return plain + [f"{table}.{field}" for table in TABLES for field in _fields(table)]
 
 

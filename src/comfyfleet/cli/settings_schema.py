@@ -86,6 +86,10 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 }
 DATABASES = "databases"
 """A table too; the operator chooses the names."""
+CONNECTORS = "connectors"
+"""Tables by the name of the connector. Its package knows their settings."""
+SECRET_FILE = "_file"
+"""The end of a connector setting that names a file with the value."""
 OLD_DATABASES = "pools"
 """The old name of the table. It is read, but not shown."""
 DATABASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -168,3 +172,5 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encryption: dict[str, Any] = {}
     retention: dict[str, Any] = {}
     comfyui: dict[str, Any] = {}
+    connectors: dict[str, dict[str, Any]] = {}
+    """Settings of connectors, by their names: [connectors.NAME]."""

@@ -1,24 +1,36 @@
 """A connector without a server, for tests, benchmarks and simulations: a behaviour decides how each job ends.
 
-It keeps the contract of every connector, so an agent cannot tell it from a real one.
+It keeps the contract of every connector, so an agent cannot tell it from a real one. As the service `simulated`
+(`--service simulated=SECONDS`) it does what the payload says (`simulated_payload.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Literal
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from comfyfleet.model.calls import LeasedJob, ProgressReport, RunningAttempt
+from comfyfleet.model.canonical_json import canonical_json
 from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, LiveState, Service
-from comfyfleet.ports import Inventory
+from comfyfleet.model.workflow_graph import InvalidWorkflow
+from comfyfleet.ports import Connector, ConnectorPlugin, Inventory
+from comfyfleet.worker.connectors.settings import converted_settings
+from comfyfleet.worker.connectors.simulated_payload import (
+    SERVICE,
+    SimulatedFormat,
+    SimulatedPayload,
+    read_simulated,
+)
 
 Reporter = Callable[[ProgressReport], None]
 Behaviour = Callable[[LeasedJob, Reporter], Awaitable[JobResult]]
@@ -69,6 +81,45 @@ def fails(failure: Failure, times: int | None = None, then: Behaviour | None = N
         return await afterwards(job, report)
 
     return behave
+
+
+def follows_payload(seconds: float, *, sleep: Sleep = asyncio.sleep) -> Behaviour:
+    """Does what the payload says. A payload without a duration takes `seconds`."""
+
+    async def behave(job: LeasedJob, report: Reporter) -> JobResult:
+        try:
+            # A job that an older version accepted has a graph.
+            payload = SimulatedPayload() if _is_graph(job.workflow) else read_simulated(job.workflow)
+        except InvalidWorkflow as error:
+            raise ServiceFailed(Failure(FailureKind.INVALID_WORKFLOW, error.message)) from error
+        wait_s = seconds if payload.seconds is None else payload.seconds
+        await takes(wait_s, steps=payload.steps, sleep=sleep)(job, report)
+        fail = payload.fail
+        if fail is not None and job.attempt <= fail.times:
+            raise ServiceFailed(Failure(fail.failure_kind, fail.message))
+        return await _result_of(job, payload)
+
+    return behave
+
+
+def _is_graph(payload: Mapping[str, Any]) -> bool:
+    return bool(payload) and all(type(each) is dict and "class_type" in each for each in payload.values())
+
+
+async def _result_of(job: LeasedJob, payload: SimulatedPayload) -> JobResult:
+    """The outputs that the payload names, and one that proves from what they were made."""
+    made: dict[str, Any] = {"sha256": [sha256(canonical_json(job.workflow)).hexdigest()]}
+    if payload.seed is not None:
+        made["seed"] = [payload.seed]
+    if job.fetched:
+        made["files"] = [[each.input, await asyncio.to_thread(_sha256, each.path)] for each in job.fetched]
+    outputs = {**payload.outputs, "payload": made}
+    wanted = job.include_outputs
+    return JobResult({name: each for name, each in outputs.items() if not wanted or name in wanted})
+
+
+def _sha256(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
 
 
 def hangs() -> Behaviour:
@@ -191,3 +242,26 @@ class SimulatedConnector:
     async def reconcile(self, job: LeasedJob) -> RunningAttempt:
         run = self._running.get(job.attempt_id)
         return RunningAttempt("unknown" if run is None else run.state)
+
+
+class SimulatedSettings(msgspec.Struct, frozen=True):
+    models: tuple[str, ...] | None = None
+    """What the worker offers. None: it has no list, so any model will do."""
+
+
+def _connect(address: str, settings: Mapping[str, Any]) -> Connector:
+    chosen = converted_settings(settings, SimulatedSettings)
+    try:
+        seconds = float(address)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(
+            f"the address of a simulated service is the seconds that a run takes, not {address!r}"
+        )
+    models = None if chosen.models is None else frozenset(chosen.models)
+    offered = Capabilities(services=(Service(SERVICE, models=models),), is_fake=True)
+    return SimulatedConnector(SERVICE, offered, follows_payload(seconds))
+
+
+PLUGIN = ConnectorPlugin(SERVICE, SimulatedFormat(), _connect)
