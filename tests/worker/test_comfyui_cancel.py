@@ -42,6 +42,19 @@ async def test_a_running_attempt_is_interrupted(version: str) -> None:
         assert (await attempt.failure()).kind is FailureKind.INTERRUPTED
 
 
+async def test_a_held_node_waits_and_reacts_to_an_interrupt() -> None:
+    async with server_and_connector() as (fake, connector):
+        fake.faults.hold = "LabSlow"
+        attempt = Attempt(connector, leased(slow()))
+        await attempt.heard(ProgressKind.PROGRESS)
+        await connector.cancel_job(attempt.job)
+        assert fake.stats.prompt_log[0].outcome == "interrupted"
+        other = Attempt(connector, leased(slow(seed=2)))
+        await other.heard(ProgressKind.PROGRESS)
+        fake.faults.hold = None
+        assert (await other.result()).files
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_waiting_attempt_is_removed_and_the_running_one_goes_on(version: str) -> None:
     async with server_and_connector(version=version) as (fake, connector):

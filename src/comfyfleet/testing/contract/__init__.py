@@ -11,6 +11,10 @@ import pytest
 
 # Registered before the modules are imported, so that pytest shows the values of a failed assertion.
 _MODULES = (
+    "connector",
+    "connector_faults",
+    "connector_runs",
+    "connector_scene",
     "differential",
     "documents",
     "fair_share",
@@ -20,6 +24,7 @@ _MODULES = (
     "leases",
     "ledger_driver",
     "load_times",
+    "payload_format",
     "races",
     "settlement",
     "state",

@@ -37,7 +37,10 @@ class Faults(msgspec.Struct, kw_only=True, dict=True, forbid_unknown_fields=True
     never_start: bool = False
     """Prompts are accepted and stay pending."""
     stall: str | None = None
-    """A class name or node id: that node stops half-way until the switch is cleared."""
+    """A class name or node id: that node stops half-way until the switch is cleared. It does not react to an
+    interrupt."""
+    hold: str | None = None
+    """A class name or node id: that node waits half-way until the switch is cleared, and reacts to an interrupt."""
     dead_worker: bool = False
     """The worker thread dies at the next node or when idle; HTTP answers. A restart clears the switch."""
     crash_after_nodes: int | None = None

@@ -115,3 +115,4 @@ class FakeMachine:
     def interrupt(self) -> None:
         """Ask the running prompt to stop; it notices at its next progress report or node."""
         self.is_interrupted = True
+        self.signal.notify()

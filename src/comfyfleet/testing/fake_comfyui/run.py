@@ -184,6 +184,9 @@ class NodeCall:
         self.machine.sockets.post("text", text_frame(self.node_id, text))
 
     async def stall_if_switched_on(self) -> None:
-        """Waits while the stall switch names this node."""
-        while self.machine.faults.stall in (self.node_class.name, self.node_id):
+        """Waits while the stall or hold switch names this node. Raises if a held run is interrupted."""
+        names, faults = (self.node_class.name, self.node_id), self.machine.faults
+        while faults.stall in names or faults.hold in names:
+            if faults.stall not in names:
+                self.run.check_interrupt()
             await self.machine.signal.wait()
