@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack, contextmanager
 
 import msgspec
 import psycopg
-from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from tests.servers.postgres_server import PostgresServer
 
 from chaos import kill_loop
@@ -32,6 +31,7 @@ from comfyfleet.model.ledger import FlatPrice, Ledger, Outcome
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
 from comfyfleet.stores.factory import open_store
+from comfyfleet.tenancy.database.sql_database import TenantDatabase
 from comfyfleet.tenancy.services import TenantServices
 
 PRICE, GRANTED = 3, 1_000_000

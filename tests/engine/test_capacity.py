@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.engine._rig import Rig, graph
 
-from comfyfleet.model.capacity import CapacityReport
+from comfyfleet.model.estimate import CapacityReport
 from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.model.requirement import HardwareNeed, Requirements
 

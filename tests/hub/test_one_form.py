@@ -10,8 +10,7 @@ from urllib.parse import quote
 import pytest_asyncio
 from tests.hub._hub import HubRig, hub_in_process
 
-from comfyfleet.hub.streams.feed import FeedEntry
-from comfyfleet.hub.streams.fleet_feed import EventFilter
+from comfyfleet.hub.streams.feed import EventFilter, FeedEntry
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities, Service

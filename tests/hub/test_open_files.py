@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from comfyfleet.hub.files.open_file import OpenFileResponse, open_file
+from comfyfleet.hub.files.handlers import OpenFileResponse, open_file
 
 CONTENT = bytes(range(256)) * 1024
 

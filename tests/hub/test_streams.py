@@ -454,7 +454,7 @@ async def test_a_tenants_key_hears_of_its_own_jobs_alone(rig: HubRig) -> None:
 async def test_a_tenants_database_that_is_away_holds_up_nobodys_events(
     rig: HubRig, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    monkeypatch.setattr("comfyfleet.hub.streams.fleet_feed._LABEL_S", 0.05)
+    monkeypatch.setattr("comfyfleet.hub.streams.feed._LABEL_S", 0.05)
     away = await rig.submit(metadata={"user": "41"}, role=Role.TENANT)
     get, never = rig.engine.store.records.get, asyncio.Event()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comfyfleet.model.capacity import WantedWorkers
+from comfyfleet.model.estimate import WantedWorkers
 from comfyfleet.model.requirement import HardwareNeed, Requirements
 from comfyfleet.policy.capacity import SlotGroup, Work, described, wanted_workers
 

@@ -19,7 +19,7 @@ from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.stores.redis.check import examine_redis
-from comfyfleet.stores.redis.library import library_text
+from comfyfleet.stores.redis.server import library_text
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.store_bench import (
     FAST,

@@ -15,7 +15,7 @@ from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.redis.address import parse_address
 from comfyfleet.stores.redis.client import RedisClient, RedisServerError
-from comfyfleet.stores.redis.library import ensure_library, installed_revision, library_text, revision_of
+from comfyfleet.stores.redis.server import ensure_library, installed_revision, library_text, revision_of
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.store_bench import StoreBench, completion
 from comfyfleet.testing.leases import lease_next

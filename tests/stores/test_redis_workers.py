@@ -27,7 +27,7 @@ from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.model.tenant import DEFAULT_CHARGE_S, TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.ports import Clock
-from comfyfleet.stores.redis.library import library_text
+from comfyfleet.stores.redis.server import library_text
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.store_bench import FAST, A, B, StoreBench
 

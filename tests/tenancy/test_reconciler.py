@@ -14,7 +14,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import Account, HoldId
 from comfyfleet.policy import accounting
-from comfyfleet.policy.reconciliation import FindingKind
+from comfyfleet.policy.accounting import FindingKind
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy import reconciler
 from comfyfleet.tenancy.database.sql_database import TenantDatabase

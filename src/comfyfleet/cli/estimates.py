@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from comfyfleet.cli.output import echo, print_pairs, print_table
 
 if TYPE_CHECKING:
-    from comfyfleet.model.capacity import CapacityReport
-    from comfyfleet.model.estimate import JobEstimate, Quote, Range
+    from comfyfleet.model.estimate import CapacityReport, JobEstimate, Quote, Range
     from comfyfleet.wire.answers import JobBody
 
 

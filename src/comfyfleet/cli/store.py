@@ -18,7 +18,7 @@ from comfyfleet.cli.output import echo, plain, print_json, print_pairs
 if TYPE_CHECKING:
     from comfyfleet.engine.store_move import MoveProgress
     from comfyfleet.ports import TransferableStore
-    from comfyfleet.stores.check import StoreCheck
+    from comfyfleet.stores.factory import StoreCheck
 
 
 _SHOWN = 20
@@ -44,7 +44,7 @@ def check(url: str, as_json: bool) -> None:
 
     Changes nothing, and is safe while the store is in use. Exit code 1 means that something is wrong.
     """
-    from comfyfleet.stores.check import examine
+    from comfyfleet.stores.factory import examine
 
     found = run(examine(url))
     if as_json:
@@ -63,8 +63,7 @@ def vacuum(url: str, as_json: bool) -> None:
 
     No program may have the store open. Needs free space of up to the size of the file.
     """
-    from comfyfleet.stores.check import kind_of
-    from comfyfleet.stores.factory import sqlite_path
+    from comfyfleet.stores.factory import kind_of, sqlite_path
     from comfyfleet.stores.sqlite import maintenance
 
     match kind_of(url):
@@ -99,8 +98,7 @@ def backup(url: str, file: Path, queue_only: bool, as_json: bool) -> None:
     The copy is a complete store as of one moment. No file is overwritten. It does not contain tenants' databases, files
     or master keys: if the hub has any, the command refuses without --queue-only.
     """
-    from comfyfleet.stores.check import kind_of
-    from comfyfleet.stores.factory import sqlite_path
+    from comfyfleet.stores.factory import kind_of, sqlite_path
     from comfyfleet.stores.sqlite import maintenance
 
     match kind_of(url):
@@ -179,7 +177,7 @@ def move(source: str, target: str, wait_s: float, dry_run: bool, as_json: bool) 
     is removed from the source once the target has it, so run the same command again after an interruption. A job whose
     reference the target already has stays, and the command lists it.
     """
-    from comfyfleet.stores.check import kind_of
+    from comfyfleet.stores.factory import kind_of
 
     for url in (source, target):
         kind_of(url)
@@ -201,7 +199,7 @@ async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_qu
 
     from comfyfleet.engine.store_move import StoreMove
     from comfyfleet.engine.system import SystemClock, SystemRandom
-    from comfyfleet.stores.check import is_there
+    from comfyfleet.stores.factory import is_there
     from comfyfleet.stores.memory import MemoryStore
 
     if not await is_there(source):

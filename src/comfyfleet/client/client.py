@@ -29,9 +29,8 @@ from comfyfleet.client.options import (
     update_of,
 )
 from comfyfleet.model.calls import Explanation
-from comfyfleet.model.capacity import CapacityReport
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.estimate import Quote
+from comfyfleet.model.estimate import CapacityReport, Quote
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.answers import PayloadBody
 from comfyfleet.wire.problems import refusal_in

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from comfyfleet.engine.context import EngineContext
-from comfyfleet.model.capacity import CapacityReport, WaitingWork
+from comfyfleet.model.estimate import CapacityReport, WaitingWork
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord

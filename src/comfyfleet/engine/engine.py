@@ -16,7 +16,7 @@ from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.direct_workers import DirectWorkers
 from comfyfleet.engine.explanation import WaitingView, explain
 from comfyfleet.engine.failure_handler import FailureHandler
-from comfyfleet.engine.forecasts import Forecasts
+from comfyfleet.engine.forecasts import Forecasts, Quotes
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.input_files import forget as forget_uses
 from comfyfleet.engine.job_list import list_jobs
@@ -28,7 +28,6 @@ from comfyfleet.engine.operator_commands import OperatorCommands
 from comfyfleet.engine.peers import LatestProgress, PeerBus, RemoteFactPoller
 from comfyfleet.engine.placement import RefusalHandler
 from comfyfleet.engine.poison_workflows import PoisonWorkflows
-from comfyfleet.engine.quotes import Quotes
 from comfyfleet.engine.submitter import Submitter
 from comfyfleet.engine.sweeper import Sweeper
 from comfyfleet.engine.system import SystemClock, SystemRandom
@@ -60,7 +59,7 @@ _BATCH_SIZE = 500
 
 
 class Engine:
-    """`JobApi` and `WorkerApi` over one store. An async context manager; closing twice is harmless."""
+    """The job API and the `WorkerApi` over one store. An async context manager; closing twice is harmless."""
 
     def __init__(
         self,

@@ -1,7 +1,10 @@
 """When jobs are expected to start and to end, for people: the forecast of a moment, kept for a second.
 
 Policy plays the queue forward (`policy/forecast.py`); this module gathers what it needs from the store, the fleet and
-the learned figures. A forecast is shared by all who ask within a second, so a list of jobs costs one."""
+the learned figures. A forecast is shared by all who ask within a second, so a list of jobs costs one.
+
+A quote is what is expected of a job before it is submitted: the submitter says where it would wait, the forecast when
+it would start, and policy what the tenant's price makes of it. Nothing is written."""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ from math import inf
 from typing import NamedTuple
 
 from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.submitter import Preview, Submitter
 from comfyfleet.model.block import tenant_target
 from comfyfleet.model.dispatch import Dispatch, LaneKey, Phase, Readiness
-from comfyfleet.model.estimate import JobEstimate
+from comfyfleet.model.estimate import CreditRange, JobEstimate, Quote, Range
 from comfyfleet.model.ids import JobId, ProfileKey, TenantId, WorkerId
+from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.demand import ModelSet, RequestKind
@@ -29,7 +34,7 @@ from comfyfleet.policy.forecast import (
     SlotAhead,
     forecast,
 )
-from comfyfleet.policy.quotes import known_run
+from comfyfleet.policy.quotes import KnownRun, expected_credits, known_run
 from comfyfleet.policy.scheduling import left_s
 from comfyfleet.ports import LaneBacklog
 
@@ -235,15 +240,8 @@ class Forecasts:
             oldest,
             newest,
             context.fleet.selectivity(lane.class_key),
-            self._slowest_load_s(models, context.fleet.profiles_for(lane.class_key)),
+            context.outlook.slowest_load_s(lane.class_key),
         )
-
-    def _slowest_load_s(self, models: ModelSet, profiles: Iterable[ProfileKey]) -> float:
-        if not models:
-            return 0.0
-        live = self._context.outlook.live()
-        kinds = frozenset[str]().union(*(live.classes_of.get(each, frozenset()) for each in profiles))
-        return max(self._context.estimates.load_s(models, each) for each in kinds or live.by_class or ("",))
 
     def _slots(self, lanes: Sequence[LaneKey | None], blocked: dict[WorkerId, set[str]]) -> list[SlotAhead]:
         context = self._context
@@ -345,3 +343,49 @@ def _is_blocked(lane: LaneKey, targets: set[str]) -> bool:
 
 def _models_of(cls: RequirementClass) -> ModelSet:
     return frozenset(map(normal_model, cls.requirements.models))
+
+
+class Quotes:
+    def __init__(self, context: EngineContext, submitter: Submitter, forecasts: Forecasts) -> None:
+        self._context = context
+        self._submitter = submitter
+        self._forecasts = forecasts
+
+    async def quote(self, submission: Submission, *, is_own: bool = False, is_large: bool = False) -> Quote:
+        """`is_own` and `is_large` as for `submit`. Refuses what `submit` refuses in the submission itself."""
+        preview = await self._submitter.preview(submission, is_own=is_own, is_large=is_large)
+        lane = preview.dispatch.lane
+        run = await self._forecasts.run_of(Expected(preview.cls, lane))
+        worker_class = "" if run is None else run.worker_class
+        stats = await self._context.stats(lane.workflow_hash)
+        known = known_run(
+            stats, worker_class, self._context.estimates.run_s(lane.workflow_hash, worker_class)
+        )
+        load_s = 0.0 if run is None else run.load_s
+        return Quote(
+            lane.workflow_hash,
+            known.seconds,
+            load_s,
+            known.runs,
+            None if run is None else self._estimate(preview, run),
+            _credits(preview, known, load_s),
+            preview.unworkable,
+        )
+
+    def _estimate(self, preview: Preview, run: ExpectedRun) -> JobEstimate:
+        estimate, dispatch = self._forecasts.estimate(preview.dispatch.lane, run), preview.dispatch
+        later_s = max(0.0, (dispatch.not_before or 0.0) - estimate.starts_at)
+        if not later_s:
+            return estimate
+        # Who will wait by then is not known.
+        return JobEstimate(estimate.starts_at + later_s, estimate.ends_at + later_s, True)
+
+
+def _credits(preview: Preview, known: KnownRun, load_s: float) -> CreditRange | None:
+    tenant = preview.tenant
+    if tenant is None or tenant.price is None:
+        return None
+    seconds = known.seconds
+    # A load counts as use of the worker; whether there is one depends on the worker that runs the job.
+    used = Range(seconds.expected + load_s, seconds.low, seconds.high + load_s)
+    return expected_credits(tenant.price, preview.cls.requirements.service, used)

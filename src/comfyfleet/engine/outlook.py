@@ -340,6 +340,16 @@ class FleetOutlook:
         self._live = (at, live)
         return live
 
+    def slowest_load_s(self, class_key: ClassKey) -> float:
+        """The time to load the models of a class on the slowest worker class that may take it."""
+        models, live = self.models_of(class_key), self.live()
+        if not models:
+            return 0.0
+        profiles = self._fleet.profiles_for(class_key)
+        kinds = frozenset[str]().union(*(live.classes_of.get(each, frozenset()) for each in profiles))
+        # The table of live slots may be older than a profile.
+        return max(self._estimates.load_s(models, each) for each in kinds or live.by_class or ("",))
+
     def _forget_removed(self) -> None:
         for table in (self._kinds, self._freed_at, self._polled_at):
             if len(table) > 2 * len(self._fleet.workers) + 64:

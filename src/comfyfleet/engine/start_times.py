@@ -9,7 +9,7 @@ from math import inf
 
 from comfyfleet.engine.context import EngineContext
 from comfyfleet.model.dispatch import Candidate
-from comfyfleet.model.ids import ClassKey, JobId, TenantId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.policy.fair_share import TenantTurn
 from comfyfleet.policy.scheduling import fifo_starts, is_behind, start_by
 
@@ -31,7 +31,9 @@ def start_times(
         lines[each.lane.priority, each.lane.tenant if each.weight else None].append(each)
     pace_s, since = context.outlook.pace(), context.outlook.moving_since
     patience = context.rules.patience
-    loads = {key: _slowest_load_s(context, key) for key in {each.lane.class_key for each in jobs.values()}}
+    loads = {
+        key: context.outlook.slowest_load_s(key) for key in {each.lane.class_key for each in jobs.values()}
+    }
     starts: dict[JobId, float] = {}
     for line in lines.values():
         line.sort(key=lambda each: each.sequence)
@@ -54,19 +56,6 @@ def _has_ranks(context: EngineContext, jobs: Mapping[JobId, Candidate]) -> bool:
     if any(fleet.classes[key].preferences.workers for key in classes):
         return True
     return len(classes) > 1 and len({fleet.selectivity(key) for key in classes}) > 1
-
-
-def _slowest_load_s(context: EngineContext, class_key: ClassKey) -> float:
-    """The time to load the models of a class on the slowest worker class that may take it."""
-    models = context.outlook.models_of(class_key)
-    if not models:
-        return 0.0
-    live = context.outlook.live()
-    kinds: set[str] = set()
-    for profile in context.fleet.profiles_for(class_key):
-        kinds |= live.classes_of.get(profile, frozenset())
-    # The table of live slots may be older than a profile.
-    return max(context.estimates.load_s(models, each) for each in kinds or live.by_class or ("",))
 
 
 def _virtual_times(jobs: Mapping[JobId, Candidate]) -> dict[tuple[int, TenantId], float]:

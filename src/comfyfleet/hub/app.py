@@ -29,7 +29,7 @@ from comfyfleet.hub.keys import KeyHandlers
 from comfyfleet.hub.maintenance import HubMaintenance
 from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.pages import PageHandlers
-from comfyfleet.hub.streams.fleet_feed import FleetFeed
+from comfyfleet.hub.streams.feed import FleetFeed
 from comfyfleet.hub.streams.job_channels import JobChannels
 from comfyfleet.hub.streams.sse import StreamHandlers
 from comfyfleet.hub.tenants.admission import TermsAdmission

@@ -1,7 +1,7 @@
 """What all HTML pages share, and the status page. Foreign text is escaped; there is no script and nothing from
 other hosts.
 
-`pages.py` decides who may see a page and supplies its values; `api_page.py` renders the API.
+`pages.py` decides who may see a page, supplies its values and renders the API.
 """
 
 from __future__ import annotations

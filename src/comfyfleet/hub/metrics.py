@@ -19,9 +19,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.limits import ConnectionLimits
 from comfyfleet.hub.http.pipeline import HubRequest, Reply
-from comfyfleet.model.capacity import CapacityReport
 from comfyfleet.model.dispatch import WriteResult
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.estimate import CapacityReport
 from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.worker import WorkerStatus

@@ -1,4 +1,4 @@
-"""Requests and replies of `JobApi` and `WorkerApi` as plain values, without knowledge of a transport.
+"""Requests and replies of the job API and the `WorkerApi` as plain values, without knowledge of a transport.
 
 The engine uses these values in process. Over HTTP the same values are encoded.
 """

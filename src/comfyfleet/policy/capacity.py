@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from comfyfleet.model.capacity import WantedWorkers
+from comfyfleet.model.estimate import WantedWorkers
 from comfyfleet.model.requirement import Requirements
 
 _MAX_NAMED = 3

@@ -1,7 +1,7 @@
 """The interfaces of the architecture as protocols, without implementations.
 
-Callers use `JobApi` and workers use `WorkerApi`. The engine decides with `policy/` and writes to a `Store`, whose
-`Records` hold the tenant's side. A `Bus` publishes facts. A `Connector` drives one kind of service. `Clock` and
+Workers use `WorkerApi`. The engine decides with `policy/` and writes to a `Store`, whose `Records` hold the tenant's
+side. A `Bus` publishes facts. A `Connector` drives one kind of service. `Clock` and
 `RandomSource` are the only sources of time and randomness.
 """
 
@@ -17,7 +17,6 @@ from comfyfleet.ports.connector import OutputSource as OutputSource
 from comfyfleet.ports.documents import Document as Document
 from comfyfleet.ports.documents import DocumentStore as DocumentStore
 from comfyfleet.ports.files import FileStore as FileStore
-from comfyfleet.ports.job_api import JobApi as JobApi
 from comfyfleet.ports.queue import Counts as Counts
 from comfyfleet.ports.queue import DirectWorkerInbox as DirectWorkerInbox
 from comfyfleet.ports.queue import EligibilityMatrix as EligibilityMatrix

@@ -1,11 +1,12 @@
-"""Opens a store by its URL, and imports a store's drivers only when its scheme is used.
+"""Opens a store by its URL, or checks it from outside without opening, migrating or locking it.
 
-It also checks that an object given as a store has the port's methods and parts. `comfyfleet.testing.contract`
-tests what the methods do.
+It imports a store's drivers only when its scheme is used. It also checks that an object given as a store has the port's
+methods and parts; `comfyfleet.testing.contract` tests what the methods do.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable
 from importlib import import_module
@@ -13,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
+
+import msgspec
 
 from comfyfleet.model.errors import Refusal, RefusalCode, to_install
 from comfyfleet.ports import Clock, DirectWorkerInbox, DocumentStore, FairShare, PeerChannel, Records, Store
@@ -217,3 +220,66 @@ _OPENERS: dict[str, Callable[[str, Clock], Store]] = {
     "rediss": _redis,
     "python": _python,
 }
+
+
+class StoreCheck(msgspec.Struct, frozen=True):
+    store: str
+    """Its location, without secrets."""
+    problems: list[str]
+    """Empty if the store is sound."""
+    holds: dict[str, int] = {}
+    settings: dict[str, Any] = {}
+
+
+async def examine(url: str) -> StoreCheck:
+    match kind_of(url):
+        case "sqlite":
+            from comfyfleet.stores.sqlite import maintenance
+
+            path = sqlite_path(url)
+            problems = await asyncio.to_thread(maintenance.check, path)
+            holds, settings = await asyncio.to_thread(maintenance.describe, path)
+            return StoreCheck(str(path), problems, holds, settings)
+        case "redis":
+            from comfyfleet.stores.redis.check import examine_redis
+
+            return StoreCheck(**await examine_redis(url))
+        case "postgresql":
+            from comfyfleet.stores.postgres.check import examine_postgres
+
+            return StoreCheck(**await examine_postgres(url))
+
+
+async def is_there(url: str) -> bool:
+    """Whether a store has been set up there. Does not create one."""
+    match kind_of(url):
+        case "sqlite":
+            return sqlite_path(url).is_file()
+        case "redis":
+            from comfyfleet.stores.redis.check import has_fleet
+
+            return await has_fleet(url)
+        case "postgresql":
+            from comfyfleet.stores.postgres.check import has_tables
+
+            return await has_tables(url)
+
+
+def kind_of(url: str) -> Literal["sqlite", "redis", "postgresql"]:
+    """Refuses the kinds that end with their process."""
+    scheme = urlsplit(url).scheme
+    check_address(url)
+    match scheme:
+        case "sqlite":
+            return "sqlite"
+        case "redis" | "rediss":
+            require_driver("redis")
+            return "redis"
+        case "postgresql" | "postgres":
+            require_driver("postgres")
+            return "postgresql"
+    raise Refusal(
+        RefusalCode.INVALID_REQUEST,
+        f"a {scheme!r} store ends with its process: name a lasting one, such as sqlite:///fleet.db, "
+        "redis://host or postgresql://host/database",
+    )

@@ -2,7 +2,7 @@
 the kind of failure and a reference to the text.
 
 A worker without access to that database leaves the text in a collection of the central store. The next hub
-moves it (`tenancy/failure_texts.py`).
+moves it (`tenancy/settlement.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds and repairs differences between the store and tenant databases after crashes or failovers.
 
-It compares open rounds with dispatches in both directions; `policy/reconciliation.py` judges the differences.
+It compares open rounds with dispatches in both directions; `policy/accounting.py` judges the differences.
 Requests in progress differ too, so a finding counts only if a second comparison confirms it.
 """
 
@@ -17,8 +17,14 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.paginator import record_pages
-from comfyfleet.policy.accounting import hold_of, problems
-from comfyfleet.policy.reconciliation import Finding, FindingKind, check_dispatch, check_open_round
+from comfyfleet.policy.accounting import (
+    Finding,
+    FindingKind,
+    check_dispatch,
+    check_open_round,
+    hold_of,
+    problems,
+)
 from comfyfleet.ports import Clock
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database.sql_database import TenantDatabase

@@ -7,9 +7,8 @@ roles are generated from `ROUTES`. The hub binds a handler to each name.
 from __future__ import annotations
 
 from comfyfleet.model.calls import Explanation, Release
-from comfyfleet.model.capacity import CapacityReport
 from comfyfleet.model.errors import RefusalCode
-from comfyfleet.model.estimate import Quote
+from comfyfleet.model.estimate import CapacityReport, Quote
 from comfyfleet.wire import answers, bodies, keys, progress, worker
 from comfyfleet.wire.admin_routes import CREDITS, FILES, HUB, KEYS, TENANTS, WEBHOOKS
 from comfyfleet.wire.route import (

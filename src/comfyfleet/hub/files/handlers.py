@@ -5,17 +5,20 @@ A file of another tenant answers `not_found`. `files/` stores the bytes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.files.local import LocalFileStore, not_in_folder
 from comfyfleet.files.thumbnails import Thumbnails
 from comfyfleet.hub.files import uploads
 from comfyfleet.hub.files.job_files import JobOutputFiles, reserve_file
-from comfyfleet.hub.files.open_file import OpenFileResponse, open_file
 from comfyfleet.hub.files.uploads import Form, boundary_in, is_form
 from comfyfleet.hub.http.body import read_piece
 from comfyfleet.hub.http.credentials import owner_for
@@ -249,3 +252,32 @@ async def _pieces(call: HubRequest[Any]) -> AsyncIterator[bytes]:
         piece, more = await read_piece(call.receive)
         if piece:
             yield piece
+
+
+_OPEN_FILES = Path("/dev/fd")
+"""The files that this process has open, by descriptor. A deleted file stays readable here."""
+
+
+class OpenFileResponse(FileResponse):
+    """Sends a file that is open already, and closes it."""
+
+    def __init__(self, file: BinaryIO, name: str, content_type: str, headers: Mapping[str, str]) -> None:
+        self._file = file
+        descriptor = _OPEN_FILES / str(file.fileno())
+        super().__init__(
+            descriptor if descriptor.exists() else file.name,
+            media_type=content_type,
+            filename=name,
+            headers=headers,
+            stat_result=os.fstat(file.fileno()),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._file.close()
+
+
+async def open_file(path: Path) -> BinaryIO:
+    return await asyncio.to_thread(path.open, "rb")

@@ -20,8 +20,7 @@ from comfyfleet.engine.job_operations import no_job
 from comfyfleet.hub.http.credentials import check_sees, visible_job
 from comfyfleet.hub.http.limits import ClientDisconnected, ConnectionLimits
 from comfyfleet.hub.http.pipeline import HubRequest, Reply, until_disconnected
-from comfyfleet.hub.streams.feed import Feed, FeedEntry
-from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
+from comfyfleet.hub.streams.feed import EventFilter, Feed, FeedEntry, FleetFeed
 from comfyfleet.hub.streams.job_channels import JobChannels, progress_of
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Refusal, RefusalCode

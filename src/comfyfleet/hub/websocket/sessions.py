@@ -24,8 +24,7 @@ from comfyfleet.hub.http.body import PIECE_BYTES, BodyLimit, BodyReader, LargeBo
 from comfyfleet.hub.http.credentials import Authenticator, check_sees, owner_of
 from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
 from comfyfleet.hub.http.pipeline import handlers_in, problem_of, token_in
-from comfyfleet.hub.streams.feed import FeedEntry
-from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
+from comfyfleet.hub.streams.feed import EventFilter, FeedEntry, FleetFeed
 from comfyfleet.hub.streams.job_channels import JobChannel, JobChannels
 from comfyfleet.hub.websocket import workers
 from comfyfleet.hub.websocket.agents import AgentSession, Identify

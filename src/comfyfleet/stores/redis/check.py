@@ -14,8 +14,13 @@ from comfyfleet.stores.redis.address import document_key, parse_address
 from comfyfleet.stores.redis.client import Argument, RedisClient
 from comfyfleet.stores.redis.codec import FleetHead, as_list, decode_head
 from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
-from comfyfleet.stores.redis.library import LIBRARY, installed_revision, library_text, revision_of
-from comfyfleet.stores.redis.server import check_server
+from comfyfleet.stores.redis.server import (
+    LIBRARY,
+    check_server,
+    installed_revision,
+    library_text,
+    revision_of,
+)
 
 _PAGE = 1000
 _TRIES = 5

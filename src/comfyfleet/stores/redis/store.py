@@ -46,9 +46,8 @@ from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
 from comfyfleet.stores.redis.documents import RedisDocumentStore
 from comfyfleet.stores.redis.fair_share import RedisFairShare
 from comfyfleet.stores.redis.job_import import RedisJobTransfer
-from comfyfleet.stores.redis.library import ensure_library
 from comfyfleet.stores.redis.pubsub import PubSubListener, RedisPeerChannel
-from comfyfleet.stores.redis.server import Durability, check_server
+from comfyfleet.stores.redis.server import Durability, check_server, ensure_library
 from comfyfleet.stores.redis.workflow_stats import RedisWorkflowStats
 
 _workers = msgspec.json.Decoder(WorkerRecord)
