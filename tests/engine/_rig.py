@@ -20,6 +20,7 @@ from comfyfleet.policy.failover import SmartFailover
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.testing.time import ManualClock, SeededRandom
+from comfyfleet.worker.connectors.simulated_payload import SimulatedFormat
 
 
 def graph(kind: str = "KSampler", model: str | None = None, **inputs: Any) -> dict[str, Any]:
@@ -60,7 +61,13 @@ class Rig:
     def __init__(self, store: type[MemoryStore] = MemoryStore, **rules: Any) -> None:
         self.clock = ManualClock()
         self.store = store(self.clock)
-        self.engine = Engine(self.store, rules=Rules(**rules), clock=self.clock, rng=SeededRandom())
+        self.engine = Engine(
+            self.store,
+            rules=Rules(**rules),
+            clock=self.clock,
+            rng=SeededRandom(),
+            formats={"simulated": SimulatedFormat()},
+        )
         self.events: list[Event] = []
         self.engine.bus.listen(self.events.append)
         self._polls = itertools.count(1)

@@ -28,6 +28,7 @@ from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Clock, DocumentStore, FileStore, Store
 from comfyfleet.stores.factory import open_store
 from comfyfleet.tenancy.services import TenantServices
+from comfyfleet.worker.connectors.registry import payload_formats
 
 TENANT = TenantId("acme")
 
@@ -190,7 +191,12 @@ async def hub_in_process(
     tenant_services = TenantServices(store, clock, databases or {})
     async with AsyncExitStack() as stack:
         stack.push_async_callback(tenant_services.close)
-        engine = Engine(tenant_services.store if databases else store, rules=rules, clock=clock)
+        engine = Engine(
+            tenant_services.store if databases else store,
+            rules=rules,
+            clock=clock,
+            formats=payload_formats(),
+        )
         await stack.enter_async_context(engine)
         documents_of = tenant_services.documents_of if databases else None
         assets = None

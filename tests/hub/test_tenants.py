@@ -288,15 +288,15 @@ async def test_a_job_costs_what_its_price_says_and_one_too_many_is_refused(rig: 
     assert kinds == ["grant", "reserve", "consume"]
 
 
-async def test_no_name_that_a_caller_chooses_keeps_its_job_from_being_settled(
+async def test_a_name_of_a_service_that_could_not_be_settled_is_refused(
     request: pytest.FixtureRequest,
 ) -> None:
     """PostgreSQL keeps no NUL in a text."""
     async with hub_in_process(databases={"default": tenant_schema(request.config)}) as rig:
         await made(rig, price={"by": "flat", "credits": 5})
         await rig.post(f"{ACME}/grants", {"amount": 9})
-        job_id = await rig.submit(role=Role.TENANT, service="a\0b")
-        assert (await rig.post(f"/api/jobs/{job_id}/cancel", role=Role.TENANT)).status == 200
+        answer = await rig.post("/api/jobs", submission(service="a\0b"), role=Role.TENANT)
+        assert (answer.status, answer.code, answer.body["field"]) == (400, "invalid_request", "service")
         assert await balance(rig, role=Role.TENANT) == (9, 0, 9, 0)
         assert await rig.engine.store.unsettled(10) == []
 

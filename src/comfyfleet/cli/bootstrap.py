@@ -45,6 +45,7 @@ from comfyfleet.stores.factory import open_store, risk_of
 from comfyfleet.tenancy.database.registry import DEFAULT_DATABASE, TenantDatabases
 from comfyfleet.tenancy.keys import KEY_PREFIX
 from comfyfleet.tenancy.services import TenantServices
+from comfyfleet.worker.connectors.registry import payload_formats
 
 _LOG = logging.getLogger(__name__)
 
@@ -181,7 +182,11 @@ async def run_hub(resolved: ResolvedSettings) -> AsyncIterator[RunningHub]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(tenant_services.close)
         engine = Engine(
-            tenant_services.store, rules=resolved.rules(), clock=clock, workers_may_outlive_it=True
+            tenant_services.store,
+            rules=resolved.rules(),
+            clock=clock,
+            workers_may_outlive_it=True,
+            formats=payload_formats(),
         )
         try:
             await stack.enter_async_context(engine)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from comfyfleet.engine.estimates import TimeEstimates
 from comfyfleet.engine.fleet import Fleet
 from comfyfleet.engine.outlook import FleetOutlook
+from comfyfleet.engine.payload_reader import PayloadReader
 from comfyfleet.engine.system import StoreClock
 from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Dispatch, LaneKey, LeaseOffer, Phase, Write, WriteResult
@@ -18,6 +19,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Submission
+from comfyfleet.model.payload import PayloadFormat
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
@@ -98,6 +100,7 @@ class EngineContext:
         rng: RandomSource,
         rules: Rules,
         strategy: FailoverStrategy,
+        formats: Mapping[str, PayloadFormat] | None = None,
     ) -> None:
         self.store = store
         self.bus = bus
@@ -106,6 +109,8 @@ class EngineContext:
         self.rng = rng
         self.rules = rules
         self.strategy = strategy
+        self.payloads = PayloadReader(formats or {}, rules.max_nodes)
+        """Of services other than ComfyUI."""
         self.fleet = Fleet(store, self.clock)
         self.reaches_tenants: bool = getattr(store, "reaches_tenants", False)
         """Whether the store forwards writes to tenant databases (`tenancy/ledger_store.py`)."""

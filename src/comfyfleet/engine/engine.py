@@ -3,7 +3,7 @@ and owns their tasks."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 
@@ -48,6 +48,7 @@ from comfyfleet.model.fact import Event, Fact, ProgressEvent
 from comfyfleet.model.ids import JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.node_classes import NodeCatalog
+from comfyfleet.model.payload import PayloadFormat
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
 from comfyfleet.policy.rules import Rules
@@ -71,9 +72,11 @@ class Engine:
         rng: RandomSource | None = None,
         strategy: FailoverStrategy | None = None,
         workers_may_outlive_it: bool = False,
+        formats: Mapping[str, PayloadFormat] | None = None,
     ) -> None:
         """`workers_may_outlive_it`: workers run in other processes. If nobody else uses the store, their leases
-        last one lease time from each start, because no heartbeat could arrive before."""
+        last one lease time from each start, because no heartbeat could arrive before. `formats` read the
+        payloads of other services than ComfyUI; a service without one takes any JSON object."""
         self.rules = rules or Rules()
         self._workers_may_outlive_it = workers_may_outlive_it
         self.bus: Bus = bus or LocalBus()
@@ -86,7 +89,9 @@ class Engine:
             rng or SystemRandom(),
             self.rules,
             strategy or SmartFailover(self.rules),
+            formats,
         )
+        self.payloads = self._context.payloads
         self._matcher = Matcher(self._context)
         self._context.others_changed = self._matcher.others_changed
         self._catalogs = NodeCatalogs(self._context)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.payload import PayloadReading
 from comfyfleet.model.workflow import GraphNeeds, asks_for_seed, files_of, read_needs
 from comfyfleet.model.workflow_graph import (
     Node,
@@ -53,6 +54,8 @@ class GraphReading(NamedTuple):
     needs: GraphNeeds
     drawing: tuple[str, ...]
     """The nodes that ask for a seed."""
+    payload: PayloadReading | None = None
+    """Of another service than ComfyUI; then `graph` is its payload, and `drawing` has dotted paths."""
 
 
 class _Seen(NamedTuple):

@@ -16,7 +16,7 @@ from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
-from comfyfleet.engine.placement import class_of, exclude_refusing, initial_class
+from comfyfleet.engine.placement import initial_class, needed_class
 from comfyfleet.model.calls import CancelReply, JobView, Submitted
 from comfyfleet.model.dispatch import (
     TOMBSTONE_S,
@@ -34,7 +34,6 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.workflow import read_needs
 from comfyfleet.policy.admission import check_priority
 from comfyfleet.policy.lifecycle import (
     MOVES,
@@ -174,13 +173,11 @@ class JobOperations:
             )
         check_refused(workflow_hash, submission.tenant, fleet.refused)
         tenant = await self._context.admission_control.terms(submission.tenant) if is_legal else None
-        placed = submission if tenant is None else under_terms(submission, tenant)
+        reading = None if tenant is None else self._context.payloads.of_stored(submission)
+        placed = submission if tenant is None else under_terms(submission, tenant, reading)
         ceiling = None if tenant is None else tenant.caps.max_priority
         stats = await self._context.stats(workflow_hash)
-        refusing = await self._catalogs.refusing(submission.workflow, submission.variants)
-        needs = await self._catalogs.needs_of(submission.workflow, read_needs(submission.workflow))
-        needed = class_of(placed, needs, stats)
-        cls = exclude_refusing(self._context, needed, refusing)
+        cls = await needed_class(self._context, self._catalogs, placed, stats)
         place = initial_class(self._context, cls, stats, await self._context.store.now())
         # A job that was released before has its inputs, even if the awaited jobs are gone.
         awaits_jobs = view.dispatch.awaits_jobs and is_legal

@@ -32,6 +32,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.node_classes import NodeCatalog, NodeDefinitions, NodeSignature, Widget
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow import GraphNeeds, read_needs
 from comfyfleet.policy.acceptance import Differences, Graph, first_objection, objections
@@ -158,6 +159,8 @@ class NodeCatalogs:
 
     async def objection(self, payload: Submission, worker: WorkerRecord) -> str | None:
         """Why the worker's nodes do not accept a job; the text follows the worker's name."""
+        if payload.requirements.service != COMFYUI:
+            return None
         signature = signature_of(worker)
         catalog = None if signature is None else await self.get(signature)
         if catalog is None or in_payload(payload) is not None:

@@ -12,14 +12,16 @@ import msgspec
 
 from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.engine.payload_reader import needs_of
 from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import ClassKey, TenantId, WorkerId
 from comfyfleet.model.job import Submission
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.model.workflow import GraphNeeds
+from comfyfleet.model.workflow import GraphNeeds, read_needs
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.acceptance import applies_to_signature, signature_for, without_signatures
 from comfyfleet.policy.failover import lifted_by_inventory
@@ -51,6 +53,25 @@ def class_of(submission: Submission, graph: GraphNeeds, stats: WorkflowStats | N
         needs_files=declared.needs_files or bool(submission.inputs),
     )
     return RequirementClass(without_slow(needs, stats), submission.preferences, submission.tenant)
+
+
+async def needed_class(
+    context: EngineContext,
+    catalogs: NodeCatalogs,
+    placed: Submission,
+    stats: WorkflowStats | None,
+    needs: GraphNeeds | None = None,
+) -> RequirementClass:
+    """The class of a submission under the terms of its tenant. `needs`: of its payload, if that was just read."""
+    if placed.requirements.service != COMFYUI:
+        if needs is None and (reading := context.payloads.of_stored(placed)) is not None:
+            needs = needs_of(reading)
+        assert needs is not None, "it is no graph"
+        return class_of(placed, needs, stats)
+    graph = placed.workflow
+    refusing = await catalogs.refusing(graph, placed.variants)
+    needs = await catalogs.needs_of(graph, read_needs(graph) if needs is None else needs)
+    return exclude_refusing(context, class_of(placed, needs, stats), refusing)
 
 
 def narrowed(cls: RequirementClass, submission: Submission, graph: GraphNeeds) -> RequirementClass:

@@ -9,6 +9,7 @@ second while the queue is less than half full."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -21,7 +22,8 @@ from comfyfleet.engine.graph_reader import GraphReader, GraphReading
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import EditorConverter, NodeCatalogs
-from comfyfleet.engine.placement import Placement, class_of, closest_worker, exclude_refusing, initial_class
+from comfyfleet.engine.payload_reader import needs_of
+from comfyfleet.engine.placement import Placement, closest_worker, initial_class, needed_class
 from comfyfleet.engine.waiting_jobs import MissingRequirements
 from comfyfleet.model.calls import Submitted
 from comfyfleet.model.dispatch import Dispatch, Phase, Readiness, WriteResult
@@ -30,11 +32,11 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.payload import COMFYUI, PayloadReading
 from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.tenant import Tenant
-from comfyfleet.model.workflow import read_needs
-from comfyfleet.model.workflow_graph import check_workflow
+from comfyfleet.model.workflow_graph import Workflow, check_workflow
 from comfyfleet.model.workflow_hash import hash_workflow
 from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.admission import (
@@ -137,7 +139,7 @@ class Submitter:
             submission, reading = await self._read(submission, is_own, is_large)
             submission = msgspec.structs.replace(submission, sent=sent)
             if submission.inputs or submission.after:
-                submission = await self._named(submission, run)
+                submission = await self._named(submission, reading.payload, run)
         except Refusal as refusal:
             if known is None:
                 raise
@@ -152,11 +154,11 @@ class Submitter:
         if submission.inputs and not awaits_jobs:
             submission = await self._inputs.filled(submission)
         tenant = await context.admission_control.terms(submission.tenant)
-        placed = submission if tenant is None else under_terms(submission, tenant)
+        placed = submission if tenant is None else under_terms(submission, tenant, reading.payload)
         now, stats = await self._asked(reading.workflow_hash)
         size = await run(submission.payload_bytes)
         self._capacity.take(size)
-        cls = await self._class_of(placed, reading, stats)
+        cls = await needed_class(context, self._catalogs, placed, stats, reading.needs)
         unworkable = await self._unworkable(cls, submission)
         place = initial_class(context, cls, stats, max(now, submission.not_before or now))
         ceiling = None if tenant is None else tenant.caps.max_priority
@@ -168,7 +170,7 @@ class Submitter:
             now,
             submission,
             reference=submission.reference,
-            seeds={node_id: context.rng.seed() for node_id in reading.drawing} or None,
+            seeds=self._drawn(reading),
         )
         if all(each.file is not None for each in submission.inputs):
             # Otherwise the files of other jobs are not known yet.
@@ -198,21 +200,19 @@ class Submitter:
         submission, reading = await self._read(submission, is_own, is_large)
         check_refused(reading.workflow_hash, submission.tenant, context.fleet.refused)
         tenant = await context.admission_control.terms(submission.tenant)
-        placed = submission if tenant is None else under_terms(submission, tenant)
+        placed = submission if tenant is None else under_terms(submission, tenant, reading.payload)
         now, stats = await context.store.now(), await context.stats(reading.workflow_hash)
-        cls = await self._class_of(placed, reading, stats)
+        cls = await needed_class(context, self._catalogs, placed, stats, reading.needs)
         unworkable = await self._unworkable(cls, submission)
         place = initial_class(context, cls, stats, max(now, submission.not_before or now))
         ceiling = None if tenant is None else tenant.caps.max_priority
         dispatch = self._dispatch(placed, 0, place, reading.workflow_hash, now, False, ceiling)
         return Preview(dispatch, place.cls, tenant, unworkable)
 
-    async def _class_of(
-        self, placed: Submission, reading: GraphReading, stats: WorkflowStats | None
-    ) -> RequirementClass:
-        refusing = await self._catalogs.refusing(reading.graph, placed.variants)
-        needs = await self._catalogs.needs_of(reading.graph, reading.needs)
-        return exclude_refusing(self._context, class_of(placed, needs, stats), refusing)
+    def _drawn(self, reading: GraphReading) -> dict[str, int] | None:
+        # Other services take seeds of 32 bits only.
+        most = 1 << (64 if reading.payload is None else 32)
+        return {place: self._context.rng.seed() % most for place in reading.drawing} or None
 
     async def admit(
         self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[WriteResult | None]]
@@ -225,9 +225,7 @@ class Submitter:
         # The job was accepted before; the tenant's present terms decide whether and where it runs.
         tenant = await context.admission_control.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
-        refusing = await self._catalogs.refusing(payload.workflow, payload.variants)
-        needs = await self._catalogs.needs_of(payload.workflow, read_needs(payload.workflow))
-        cls = exclude_refusing(context, class_of(payload, needs, stats), refusing)
+        cls = await needed_class(context, self._catalogs, payload, stats)
         place = initial_class(context, cls, stats, await context.store.now())
         placed = msgspec.structs.replace(
             dispatch,
@@ -239,7 +237,9 @@ class Submitter:
         if tenant is not None:
             placed = under_new_terms(placed, job, tenant, now, context.rules).apply(placed)
             placed = msgspec.structs.replace(placed, revision=dispatch.revision)
-        is_kept = tenant is None or is_within_terms(job.payload, tenant)
+        is_kept = tenant is None or is_within_terms(
+            job.payload, tenant, context.payloads.of_stored(job.payload)
+        )
         if not is_kept:
             # The job ends by itself if nobody ends it.
             placed = msgspec.structs.replace(placed, standing=Readiness.PAUSED, expires_at=now + _REVIEW_S)
@@ -271,9 +271,21 @@ class Submitter:
     async def _read(
         self, submission: Submission, is_own: bool, is_large: bool
     ) -> tuple[Submission, GraphReading]:
-        """The submission as it is stored, and the reading of its graph."""
+        """The submission as it is stored, and the reading of its graph or payload."""
         variants: tuple[WorkflowVariant, ...] = ()
-        if is_editor_workflow(submission.workflow):
+        service = submission.requirements.service
+        if service != COMFYUI:
+            run = _in_a_thread if is_large else _at_once
+            read = partial(self._context.payloads.read, is_own=is_own)
+            payload = await run(read, service, submission.workflow)
+            reading = GraphReading(
+                payload.payload,
+                WorkflowHash(sys.intern(payload.workflow_hash)),
+                needs_of(payload),
+                payload.seeds,
+                payload,
+            )
+        elif is_editor_workflow(submission.workflow):
             graph, variants = await self._nodes.convert_for_all(submission.workflow, submission.tenant)
             # In a thread: a page of the editor may expand to megabytes.
             reading = await asyncio.to_thread(self._read_variants, graph, variants)
@@ -293,11 +305,18 @@ class Submitter:
         common = hash_workflow(common_to(reading.graph, [each.graph for each in others]))
         return reading._replace(workflow_hash=common, drawing=tuple(drawing))
 
-    async def _named(self, submission: Submission, run: _Runner) -> Submission:
+    async def _named(
+        self, submission: Submission, payload: PayloadReading | None, run: _Runner
+    ) -> Submission:
         """With the ids of the jobs that it waits for."""
         rules = self._context.rules
         if submission.inputs:
-            graph = await run(partial(check_workflow, max_nodes=rules.max_nodes), submission.workflow)
+            graph: Workflow | PayloadReading
+            if payload is None:
+                check = partial(check_workflow, max_nodes=rules.max_nodes)
+                graph = await run(check, submission.workflow)
+            else:
+                graph = payload
             check_inputs(submission, graph, rules)
         submission = await self._inputs.named(submission)
         check_dependencies(submission, rules)

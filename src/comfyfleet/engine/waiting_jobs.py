@@ -25,6 +25,7 @@ from comfyfleet.model.fact import FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, WorkerId
 from comfyfleet.model.job import Job
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.model.workflow import read_needs
@@ -59,7 +60,7 @@ class WaitingJobReview:
         context = self._context
         if dispatch.phase is Phase.QUEUED:
             try:
-                check_within_terms(job.payload, tenant)
+                check_within_terms(job.payload, tenant, context.payloads.of_stored(job.payload))
             except Refusal as refusal:
                 why = f"the terms of tenant {tenant.tenant_id!r} changed after the submission: {refusal.message}"
                 failure = Failure(FailureKind.INVALID_WORKFLOW, why)
@@ -328,6 +329,8 @@ class NeedReview:
             job = await store.records.get(job_id)
             # Without its tenant's database the graph is empty.
             if job is None or job.unreadable is not None or not job.payload.workflow or job.payload.variants:
+                return
+            if job.payload.requirements.service != COMFYUI:
                 return
             classes = await self._classes(dispatch, job)
             if not classes:

@@ -48,6 +48,7 @@ from comfyfleet.model.fact import FactDraft, FactKind, ProgressEvent, ProgressKi
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of, traceparent_of
 from comfyfleet.model.job import Job, JobResult
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.payload_digest import lease_sha256, runnable_workflow
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import lifted_by_inventory
@@ -393,7 +394,8 @@ class WorkerOperations:
         run = context.outlook.run_of(ref.job_id)
         if await context.write(write) is None:
             return await self._reply_after_lease(ref, AttemptOutcome.COMPLETED)
-        graph = None if record is None else record.payload.workflow
+        is_graph = record is not None and record.payload.requirements.service == COMFYUI
+        graph = record.payload.workflow if record is not None and is_graph else None
         context.estimates.count_overhead(now - dispatch.lease.leased_at - seconds)
         await self._succeeded(dispatch, worker_id, CompletedRun(seconds, call.result, graph, run), known)
         if record is not None:

@@ -17,7 +17,18 @@ from comfyfleet.model.canonical_json import MAX_NESTING, NotCanonicalError, cano
 from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.workflow_graph import InvalidWorkflow
 
+COMFYUI = "comfyui"
+"""The service whose payloads are graphs. The engine reads them itself."""
 PAYLOAD_HASH_VERSION = 1
+
+
+class PayloadAmounts(msgspec.Struct, frozen=True):
+    """How much a payload asks for, for tenants with limits: the most steps of a run, pixels of a picture and pictures
+    at once."""
+
+    steps: float = 0
+    pixels: float = 0
+    batch: float = 0
 
 
 class PayloadReading(msgspec.Struct, frozen=True):
@@ -35,6 +46,8 @@ class PayloadReading(msgspec.Struct, frozen=True):
     submit, so that a retry makes the same picture. The payload keeps its -1; the lease has the drawn seed."""
     inputs: frozenset[str] | None = frozenset()
     """The places `node.input` that take a file of the hub. None: any. The connector puts the file there."""
+    amounts: PayloadAmounts | None = None
+    """None: the format cannot tell. A tenant with a limit on them may not submit such a payload."""
 
 
 class PayloadFormat(Protocol):
@@ -59,6 +72,8 @@ def payload_hash(service: str, structure: Any) -> WorkflowHash:
 def check_plain(payload: Mapping[str, Any]) -> None:
     """Raises `InvalidWorkflow` for a part that has no JSON text: NaN, a lone surrogate, nesting without end."""
     for name, value in payload.items():
+        if not isinstance(name, str):
+            raise InvalidWorkflow(f"The payload has the key {name!r:.100}, which is no text: quote it.")
         try:
             check_canonical(name)
             check_canonical(value, max_nesting=MAX_NESTING - 1)
@@ -67,7 +82,8 @@ def check_plain(payload: Mapping[str, Any]) -> None:
 
 
 def with_drawn_seeds(payload: Mapping[str, Any], seeds: Mapping[str, int]) -> dict[str, Any]:
-    """A copy with the drawn seeds at their dotted paths. Parts without a seed are shared with the original."""
+    """A copy with the drawn seeds at their dotted paths. Parts without a seed are shared with the original, and a path
+    whose parents are not there is left out."""
     changed = dict(payload)
     for path, seed in seeds.items():
         place = changed

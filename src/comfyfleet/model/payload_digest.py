@@ -6,7 +6,7 @@ timeouts and URLs are not part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -17,15 +17,25 @@ from comfyfleet.model.editor_conversion import WorkflowVariant, graph_for
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Attachment, Job
+from comfyfleet.model.payload import COMFYUI, with_drawn_seeds
 from comfyfleet.model.workflow import with_seeds
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
 def runnable_workflow(job: Job, signature: str | None = None) -> dict[str, Any]:
-    """The graph for a server with this signature, with the drawn seeds."""
+    """The payload with the drawn seeds; a graph of ComfyUI as a server with this signature needs it."""
     workflow = graph_for(job.payload.workflow, job.payload.variants, signature)
-    return with_seeds(workflow, job.seeds).to_graph() if job.seeds else workflow
+    if not job.seeds:
+        return workflow
+    if job.payload.requirements.service == COMFYUI or _draws_for_nodes(workflow, job.seeds):
+        return with_seeds(workflow, job.seeds).to_graph()
+    return with_drawn_seeds(workflow, job.seeds)
+
+
+def _draws_for_nodes(workflow: dict[str, Any], seeds: Mapping[str, int]) -> bool:
+    """Whether the seeds are those of nodes: older versions read the payload of every service as a graph."""
+    return all(isinstance(workflow.get(node_id), dict) for node_id in seeds)
 
 
 def job_sha256(job: Job) -> bytes:

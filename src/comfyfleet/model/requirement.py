@@ -40,6 +40,7 @@ class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     """A worker that misses one requirement never gets the job."""
 
     service: str = "comfyui"
+    """Also says how the payload is read (`model/payload.py`)."""
     provider: str | None = None
     hardware: HardwareNeed = HardwareNeed()
     models: tuple[str, ...] = ()

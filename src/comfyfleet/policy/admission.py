@@ -19,12 +19,16 @@ from comfyfleet.model.editor_conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobInput, JobResult, Submission
+from comfyfleet.model.payload import COMFYUI, PayloadReading
 from comfyfleet.model.workflow_graph import InvalidWorkflow, Workflow, decoded_graph
 from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY, Rules
+
+MAX_SERVICE = 256
 
 
 def check_submission(submission: Submission, rules: Rules) -> None:
     check_priority(submission.priority)
+    check_service(submission.requirements.service)
     timeouts = submission.timeouts
     for name, value in (
         ("not_before", submission.not_before),
@@ -72,6 +76,16 @@ def check_dependencies(submission: Submission, rules: Rules) -> None:
         )
 
 
+def check_service(name: str) -> None:
+    if not (0 < len(name) <= MAX_SERVICE and name.isprintable() and name == name.strip()):
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"{name[:80]!r} is not the name of a service: it has 1 to {MAX_SERVICE} printable characters and no space "
+            "at its ends, such as 'comfyui'",
+            field="service",
+        )
+
+
 def check_priority(priority: int) -> None:
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise Refusal(
@@ -106,14 +120,16 @@ _ENCODER = msgspec.json.Encoder(order="sorted")
 
 def digest_of(submission: Submission) -> str | None:
     """The digest of a request. None: the stored job equals the request, so a repeat needs no digest."""
-    inputs, is_kept = submission.inputs, not is_editor_workflow(submission.workflow)
+    inputs, workflow = submission.inputs, submission.workflow
+    # The format of another service may change what it stores.
+    is_kept = submission.requirements.service == COMFYUI and not is_editor_workflow(workflow)
     if submission.reference is None or (is_kept and not inputs and not submission.after):
         return None
     # The hub added these fields, not the caller.
     named = tuple(msgspec.structs.replace(each, sha256=None, size=None) for each in inputs)
     try:
         # The digest must not depend on how the JSON was written: nodes may still be text.
-        workflow = decoded_graph(submission.workflow)
+        workflow = decoded_graph(workflow)
         sent = msgspec.structs.replace(
             submission, workflow=workflow, inputs=named, traceparent=None, sent=None
         )
@@ -148,7 +164,7 @@ _MAX_ID = 64
 _MAX_NAMES = 10
 
 
-def check_inputs(submission: Submission, graph: Workflow, rules: Rules) -> None:
+def check_inputs(submission: Submission, graph: Workflow | PayloadReading, rules: Rules) -> None:
     inputs = submission.inputs
     if len(inputs) > rules.max_inputs:
         raise _refused(f"a job can have at most {rules.max_inputs} input files; this one has {len(inputs)}")
@@ -158,14 +174,7 @@ def check_inputs(submission: Submission, graph: Workflow, rules: Rules) -> None:
             raise _refused(f"the input {each.target} needs either a 'file' or a 'job'")
         if each.job is None and (each.output is not None or each.index):
             raise _refused(f"the input {each.target}: 'output' and 'index' select an output of a 'job'")
-        node = graph.nodes.get(each.node)
-        if node is None:
-            raise _refused(f"the workflow has no node {each.node!r}; it has {_some(list(graph.nodes))}")
-        if each.input not in node.inputs:
-            known = _some(list(node.inputs))
-            raise _refused(
-                f"node {each.node} ({node.class_type}) has no input {each.input!r}; it has {known}"
-            )
+        _check_place(each, graph)
         if (each.node, each.input) in seen:
             raise _refused(f"the input {each.target} has two files")
         seen.add((each.node, each.input))
@@ -177,6 +186,20 @@ def check_inputs(submission: Submission, graph: Workflow, rules: Rules) -> None:
             f"the inputs have {size} bytes together; at most {rules.max_attachment_bytes} are allowed",
             field="inputs",
         )
+
+
+def _check_place(each: JobInput, graph: Workflow | PayloadReading) -> None:
+    if isinstance(graph, PayloadReading):
+        places = graph.inputs
+        if places is not None and each.target not in places:
+            raise _refused(f"the payload takes no file at {each.target}; it takes: {_some(sorted(places))}")
+        return
+    node = graph.nodes.get(each.node)
+    if node is None:
+        raise _refused(f"the workflow has no node {each.node!r}; it has {_some(list(graph.nodes))}")
+    if each.input not in node.inputs:
+        known = _some(list(node.inputs))
+        raise _refused(f"node {each.node} ({node.class_type}) has no input {each.input!r}; it has {known}")
 
 
 def output_of(wanted: JobInput, result: JobResult) -> str | Failure:

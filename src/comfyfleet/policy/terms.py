@@ -16,6 +16,7 @@ from comfyfleet.model.dispatch import Change, Dispatch, Phase
 from comfyfleet.model.editor_conversion import with_nodes
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.payload import COMFYUI, PayloadReading
 from comfyfleet.model.requirement import Isolation, LocationNeed, RequirementClass, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
 from comfyfleet.model.workflow import files_of
@@ -26,30 +27,36 @@ from comfyfleet.policy.timers import effective_priority, wake_at
 _STRICTNESS: tuple[Isolation, ...] = ("none", "loose", "strict")
 _MEGAPIXEL = 1024 * 1024
 """As ComfyUI counts."""
+_AMOUNTS = {"steps": "steps", "pixels": "pixels", "batch": "pictures at once"}
 _REPEATS = frozenset({"RepeatLatentBatch", "RepeatImageBatch"})
 _CONSTANTS = frozenset({"INTConstant", "FloatConstant"})
 """Nodes that only hold a number. ComfyUI's own have names that start with Primitive."""
 
 
-def under_terms(submission: Submission, tenant: Tenant) -> Submission:
+def under_terms(submission: Submission, tenant: Tenant, reading: PayloadReading | None = None) -> Submission:
     """The checked submission with the terms applied. The job record holds the original, so that repeats are recognised
     and a retry uses the terms of its own time."""
     check_state(tenant)
-    check_within_terms(submission, tenant)
+    check_within_terms(submission, tenant, reading)
     return with_terms(submission, tenant)
 
 
-def check_within_terms(submission: Submission, tenant: Tenant) -> None:
-    """Refuse a new or waiting job that violates the terms, whatever the state of the tenant."""
-    check_graph(tenant, submission.workflow)
-    for variant in submission.variants:
-        check_graph(tenant, with_nodes(submission.workflow, variant))
+def check_within_terms(submission: Submission, tenant: Tenant, reading: PayloadReading | None = None) -> None:
+    """Refuse a new or waiting job that violates the terms, whatever the state of the tenant. `reading`: of a payload of
+    another service than ComfyUI."""
+    if submission.requirements.service == COMFYUI:
+        check_graph(tenant, submission.workflow)
+        for variant in submission.variants:
+            check_graph(tenant, with_nodes(submission.workflow, variant))
+    else:
+        assert reading is not None, "only a graph can be checked without a format"
+        check_payload(tenant, submission.requirements.service, reading)
     check_region(tenant, submission.requirements)
 
 
-def is_within_terms(submission: Submission, tenant: Tenant) -> bool:
+def is_within_terms(submission: Submission, tenant: Tenant, reading: PayloadReading | None = None) -> bool:
     try:
-        check_within_terms(submission, tenant)
+        check_within_terms(submission, tenant, reading)
     except Refusal:
         return False
     return True
@@ -114,6 +121,31 @@ def check_graph(tenant: Tenant, graph: dict[str, Any]) -> None:
         _check_amounts(caps, workflow, node, named)
 
 
+def check_payload(tenant: Tenant, service: str, reading: PayloadReading) -> None:
+    """Refuse a payload of another service by what its format reads: names and amounts."""
+    caps = tenant.caps
+    for kind in sorted(reading.node_classes):
+        if _is_denied_class(tenant, kind):
+            raise _not_allowed(
+                f"the payload uses {kind!r}, which the tenant {tenant.tenant_id!r} may not use",
+                class_type=kind,
+            )
+    for model in sorted(reading.models):
+        _check_model(tenant, model, "the payload")
+    limits = {"steps": caps.max_steps, "pixels": caps.max_pixels, "batch": caps.max_batch}
+    for name, most in limits.items():
+        if most is None:
+            continue
+        if reading.amounts is None:
+            raise _not_allowed(
+                f"the tenant {tenant.tenant_id!r} has a limit on {_AMOUNTS[name]}, and payloads of the service "
+                f"{service!r} do not show how many they ask for: ask an operator to change the limit",
+            )
+        amount = getattr(reading.amounts, name)
+        if not amount <= most:
+            raise _too_large(f"the payload asks for {amount:g} {_AMOUNTS[name]}", most)
+
+
 def check_region(tenant: Tenant, needs: Requirements) -> None:
     own, its = needs.location.region, tenant.location.region
     if own is not None and its is not None and own.casefold() != its.casefold():
@@ -174,27 +206,35 @@ def _looks_inside(tenant: Tenant) -> bool:
 # --- lists -------------------------------------------------------------------------------------------------------
 
 
+def _is_denied_class(tenant: Tenant, kind: str) -> bool:
+    return _is_like(kind, tenant.denied_node_classes) or not (
+        tenant.node_classes is None or _is_like(kind, tenant.node_classes)
+    )
+
+
 def _check_listed(tenant: Tenant, node_id: str, node: Node, named: str) -> None:
     kind = node.class_type
-    if _is_like(kind, tenant.denied_node_classes) or not (
-        tenant.node_classes is None or _is_like(kind, tenant.node_classes)
-    ):
+    if _is_denied_class(tenant, kind):
         raise _not_allowed(
             f"{named} is of a class that the tenant {tenant.tenant_id!r} may not use",
             node=node_id,
             class_type=kind,
         )
     for model in sorted(files_of(node)[0]):
-        # A denied name is denied in any folder. An allowed name must match with its folder.
-        is_denied = _is_like(model, tenant.denied_models) or _is_like(
-            model.rpartition("/")[2], tenant.denied_models
+        _check_model(tenant, model, named, node=node_id)
+
+
+def _check_model(tenant: Tenant, model: str, named: str, **details: Any) -> None:
+    # A denied name is denied in any folder. An allowed name must match with its folder.
+    is_denied = _is_like(model, tenant.denied_models) or _is_like(
+        model.rpartition("/")[2], tenant.denied_models
+    )
+    if is_denied or not (tenant.models is None or _is_like(model, tenant.models)):
+        raise _not_allowed(
+            f"{named} names the model {model!r}, which the tenant {tenant.tenant_id!r} may not use",
+            model=model,
+            **details,
         )
-        if is_denied or not (tenant.models is None or _is_like(model, tenant.models)):
-            raise _not_allowed(
-                f"{named} names the model {model!r}, which the tenant {tenant.tenant_id!r} may not use",
-                node=node_id,
-                model=model,
-            )
 
 
 def _is_like(name: str, patterns: tuple[str, ...]) -> bool:

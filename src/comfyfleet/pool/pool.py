@@ -62,6 +62,7 @@ from comfyfleet.ports import Store
 from comfyfleet.stores.factory import open_store, refuse_if_encrypted
 from comfyfleet.stores.failure_texts import without_a_hub
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
+from comfyfleet.worker.connectors.registry import payload_formats
 from comfyfleet.worker.settings import AgentSettings, AgentState
 
 _LOG = logging.getLogger(__name__)
@@ -116,7 +117,11 @@ class WorkflowPool:
         if (problem := problem_of(changed)) is not None:
             raise Refusal(RefusalCode.INVALID_REQUEST, f"the rule {problem[0]} is not valid: it {problem[1]}")
         self._engine = Engine(
-            without_a_hub(open_store(store, clock)), rules=changed, clock=clock, strategy=failover
+            without_a_hub(open_store(store, clock)),
+            rules=changed,
+            clock=clock,
+            strategy=failover,
+            formats=payload_formats(),
         )
         agent_settings = msgspec.structs.replace(
             agent or AgentSettings(),

@@ -28,6 +28,7 @@ from comfyfleet.stores.factory import open_store, refuse_if_encrypted
 from comfyfleet.stores.failure_texts import without_a_hub
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings, server_id
+from comfyfleet.worker.connectors.registry import payload_formats
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 from comfyfleet.worker.journal import Journal
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
@@ -294,7 +295,7 @@ class StoreWorkers:
                 f"a {scheme}: store belongs to the one process that opens it, so another worker process cannot use it: "
                 "use a redis://… or postgresql://… store, or give the servers to that one process",
             )
-        self._engine = Engine(opened, rules=rules, clock=clock)
+        self._engine = Engine(opened, rules=rules, clock=clock, formats=payload_formats())
         self._servers = PoolServers(self._engine, PoolAgents(on_state, agent, comfyui, journals))
         self._first_servers = tuple(servers)
 

@@ -16,6 +16,7 @@ from comfyfleet.model.estimate import JobEstimate
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import trace_id_of, traceparent_of
 from comfyfleet.model.job import Job, JobInput, JobResult
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.webhook import Webhook
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord, WorkerStatus
@@ -347,11 +348,12 @@ class PayloadBody(SubmitBody, frozen=True, kw_only=True, forbid_unknown_fields=F
 
 def payload_body(job: Job) -> PayloadBody:
     asked = job.payload
+    is_graph = asked.requirements.service == COMFYUI
     return view_of(
         PayloadBody,
         asked,
         id=job.job_id,
-        payload={"workflow": asked.workflow},
+        payload={"workflow": asked.workflow} if is_graph else asked.workflow,
         workflow=None,
         prompt=None,
         tenant=job.tenant,

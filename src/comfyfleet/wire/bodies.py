@@ -17,6 +17,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import JobInput, Submission, Timeouts, Urgency
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.requirement import CostTier, Environment, Isolation, Preferences, Requirements
 from comfyfleet.model.webhook import ENDINGS, Webhook
 from comfyfleet.model.workflow_graph import decoded_graph
@@ -127,7 +128,8 @@ class WebhookBody(_Sent, frozen=True):
 
 
 class SubmitBody(_Sent, frozen=True):
-    """Only the workflow is required: as `payload` (`{"workflow": …}` or the graph itself), `workflow` or `prompt`."""
+    """Only the workflow is required: as `payload` (`{"workflow": …}` or the graph itself), `workflow` or `prompt`.
+    Another service than ComfyUI has its own `payload`; `GET /api/services` tells its schema."""
 
     payload: dict[str, Any] | None = None
     service: Name | None = None
@@ -273,13 +275,15 @@ def submission(
     body: SubmitBody, tenant: TenantId, idempotency_key: str | None = None, traceparent: str | None = None
 ) -> Submission:
     """The submission as the model has it. The hub finds the tenant by the key."""
+    requirements, given = _requirements(body), _given_workflow(body)
     return Submission(
-        workflow=_workflow(_given_workflow(body)),
+        # Only a graph may be inside a `workflow` or a `prompt`: these are fields of other services' payloads.
+        workflow=_workflow(given) if requirements.service == COMFYUI else given,
         reference=_reference(body, idempotency_key),
         tenant=tenant,
         priority=body.priority,
         urgency=body.urgency,
-        requirements=_requirements(body),
+        requirements=requirements,
         preferences=converted(body.preferences, Preferences),
         metadata=body.metadata,
         max_attempts=body.max_attempts,
@@ -419,4 +423,4 @@ def _requirements(body: SubmitBody) -> Requirements:
     if isinstance(body, LegacySubmitBody):
         for name in OLD_SERVICE_NAMES:
             service = service or getattr(body, name)
-    return converted(body.requirements, Requirements, service=service or "comfyui", provider=body.provider)
+    return converted(body.requirements, Requirements, service=service or COMFYUI, provider=body.provider)
