@@ -41,7 +41,7 @@ class Two:
             self.target.new_number()
 
     def move(self, tell: Callable[[MoveProgress], None] = lambda _: None) -> StoreMove:
-        return StoreMove(self.from_store, self.to_store, token="t0", tell=tell)
+        return StoreMove(self.from_store, self.to_store, token="t0", on_progress=tell)
 
     @property
     def from_store(self) -> TransferableStore:

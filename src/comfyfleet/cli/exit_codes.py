@@ -120,12 +120,12 @@ async def _until_stopped(work: Coroutine[Any, Any, T]) -> T:
 
     loop = asyncio.get_running_loop()
     # Signals that our parent ignores stay ignored: a shell does that with Ctrl-C for background jobs.
-    heard = [
+    handled = [
         number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN
     ]
     # Event loops on Windows have no signal handlers; there `asyncio.run` handles Ctrl-C.
     with contextlib.suppress(NotImplementedError):
-        for number in heard:
+        for number in handled:
             loop.add_signal_handler(number, stop, number)
     try:
         return await work
@@ -135,7 +135,7 @@ async def _until_stopped(work: Coroutine[Any, Any, T]) -> T:
         raise (_Interrupted if first is signal.SIGINT else Terminated) from None
     finally:
         with contextlib.suppress(NotImplementedError):
-            for number in heard:
+            for number in handled:
                 loop.remove_signal_handler(number)
 
 

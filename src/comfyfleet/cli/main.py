@@ -238,11 +238,9 @@ def config_command() -> None:
 @click.option(
     "--changed", "is_changed", is_flag=True, help="Only settings that a flag, a variable or the file sets."
 )
-# The earlier name of --changed, for scripts that still use it.
-@click.option("--said", "is_changed_too", is_flag=True, hidden=True)
 @as_json
 @settings(*EVERY_SETTING)
-def show(config: str | None, is_changed: bool, is_changed_too: bool, as_json: bool, **flags: Any) -> None:
+def show(config: str | None, is_changed: bool, as_json: bool, **flags: Any) -> None:
     """Show every setting, its value and its source: a flag, the environment, the file or the default.
 
     Secrets are not shown. With the flags of `up`, `hub` or `worker` it shows what that program would use.
@@ -268,7 +266,7 @@ def show(config: str | None, is_changed: bool, is_changed_too: bool, as_json: bo
     rows = [
         [name, value, place]
         for name, (value, place) in found.items()
-        if not (is_changed or is_changed_too) or place != DEFAULT.place
+        if not is_changed or place != DEFAULT.place
     ]
     print_table(["setting", "value", "from"], rows, empty="Every setting has its default.", wraps=2)
 

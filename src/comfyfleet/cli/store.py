@@ -218,7 +218,7 @@ async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_qu
             def update(moved: MoveProgress) -> None:
                 bar.update(task, completed=moved.jobs + len(moved.stayed))
 
-            work = StoreMove(from_store, to_store, token=SystemRandom().token(), tell=update)
+            work = StoreMove(from_store, to_store, token=SystemRandom().token(), on_progress=update)
             return await (work.dry_run() if dry_run else work.run(wait_s))
 
 

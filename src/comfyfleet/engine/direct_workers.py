@@ -45,7 +45,7 @@ class DirectWorkers:
         if self._inbox is None:
             return
         # Before the sweeper looks for lost workers: the workers' records do not hold these times.
-        self._hear_of((await self._inbox.backlog(1)).seen)
+        self._note_seen((await self._inbox.backlog(1)).seen)
         self._inbox.listen(self.wake)
         self.wake()
 
@@ -88,18 +88,18 @@ class DirectWorkers:
             if left.registrations or left.reports or left.finished:
                 # This engine may have been idle for hours; decide with the fleet as it is now.
                 await context.fleet.sync()
-            self._hear_of(left.seen)
+            self._note_seen(left.seen)
             done = 0
             for applicant in left.registrations:
                 done += await self._admit(inbox, applicant)
             for report in left.reports:
-                done += await self._judge(inbox, report)
+                done += await self._handle_failure(inbox, report)
             for run in await inbox.take_finished(_BATCH) if left.finished else ():
                 done += await self._learn(run)
             if not done or max(len(left.reports), left.finished) < _BATCH:
                 return
 
-    def _hear_of(self, seen: Mapping[WorkerId, float]) -> None:
+    def _note_seen(self, seen: Mapping[WorkerId, float]) -> None:
         for worker_id, at in seen.items():
             self._context.fleet.set_last_seen(worker_id, at)
 
@@ -123,7 +123,7 @@ class DirectWorkers:
             await inbox.admitted(registration)
         return True
 
-    async def _judge(self, inbox: DirectWorkerInbox, report: DirectWorkerFailure) -> bool:
+    async def _handle_failure(self, inbox: DirectWorkerInbox, report: DirectWorkerFailure) -> bool:
         try:
             failure = safe_failure(bounded(report.call.failure))
             await self._workers.fail(msgspec.structs.replace(report.call, failure=failure))

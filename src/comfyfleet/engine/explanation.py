@@ -115,8 +115,8 @@ async def _outcome(context: EngineContext, dispatch: Dispatch) -> str:
     if dispatch.phase is Phase.FAILED and failure is not None:
         attempts = len(await context.store.attempts(dispatch.job_id))
         tried = "it never started" if not attempts else f"{attempts} attempt(s)"
-        said = failure.message.rstrip(".")
-        return f"the job failed ({failure.kind.value}; {tried}): {said}. A retry starts a new round"
+        message = failure.message.rstrip(".")
+        return f"the job failed ({failure.kind.value}; {tried}): {message}. A retry starts a new round"
     if dispatch.phase is Phase.CANCELLED:
         return "the job was cancelled; a retry starts a new round"
     where = "" if job is None or job.worker_id is None else f" on {job.worker_id}"

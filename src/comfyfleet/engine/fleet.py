@@ -44,7 +44,7 @@ class Fleet:
         self.is_fresh_since = float("-inf")
         """When the fleet was last read from the store, in monotonic time."""
         self._fits: dict[ClassKey, set[ProfileKey]] = {}
-        self._judged: Set[ProfileKey] = frozenset()
+        self._evaluated: Set[ProfileKey] = frozenset()
         """Profiles for which `_fits` is complete."""
         self._vocabulary = Vocabulary.of(())
         self._growths = 0
@@ -93,19 +93,19 @@ class Fleet:
         if table.version == self._table_version and not changed and not is_missing:
             return False
         self._changed()
-        self._judged = self._judged & self._representatives().keys()
+        self._evaluated = self._evaluated & self._representatives().keys()
         strangers = [cls for key, cls in table.classes.items() if key not in self.classes]
         if is_missing or not all(self._vocabulary.covers(cls) for cls in strangers):
             await self._grow(*strangers)
             table = await self._store.table()
         self.classes.update(table.classes)
         for key, cls in table.classes.items():
-            self._judge(key, cls, table.profiles)
-        self._judged = self._representatives().keys() & table.profiles
+            self._evaluate(key, cls, table.profiles)
+        self._evaluated = self._representatives().keys() & table.profiles
         self._table_version = table.version
         return True
 
-    def _judge(self, key: ClassKey, cls: RequirementClass, profiles: Set[ProfileKey]) -> None:
+    def _evaluate(self, key: ClassKey, cls: RequirementClass, profiles: Set[ProfileKey]) -> None:
         """Adds the profiles in the table that may take the class."""
         fits = self._fits.setdefault(key, set())
         for profile, worker in self._representatives().items():
@@ -159,7 +159,7 @@ class Fleet:
                     break
             self.classes[key] = cls
             self._fits[key] = fits
-            self._judged = self._judged & self._representatives().keys()
+            self._evaluated = self._evaluated & self._representatives().keys()
             self._selectivity.pop(key, None)
             self._forget_dropped(table.classes, key)
             return key
@@ -431,7 +431,7 @@ class Fleet:
             fits = []
             for key, cls in table.classes.items():
                 known = self._fits.get(key)
-                if known is not None and heir_of in self._judged:
+                if known is not None and heir_of in self._evaluated:
                     may_take = heir_of in known
                 else:
                     may_take = is_feasible(cls, worker_id, capabilities)
@@ -439,10 +439,10 @@ class Fleet:
                     fits.append(key)
             if await self._store.put_profile(profile, fits, version=table.version):
                 for key in fits:
-                    # A class that this engine has not read yet stays unknown: other profiles are not judged for it.
+                    # A class that this engine has not read yet stays unknown: other profiles are not evaluated for it.
                     if key in self._fits:
                         self._fits[key].add(profile)
-                self._judged = self._judged | {profile}
+                self._evaluated = self._evaluated | {profile}
                 return profile
 
     async def _grow(self, *classes: RequirementClass) -> None:
@@ -477,7 +477,7 @@ class Fleet:
 
     async def _drop(self, unused: Set[ProfileKey]) -> None:
         await self._store.drop_profiles(unused)
-        self._judged = self._judged - unused
+        self._evaluated = self._evaluated - unused
         for fits in self._fits.values():
             fits -= unused
 

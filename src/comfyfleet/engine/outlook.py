@@ -283,9 +283,9 @@ class FleetOutlook:
             if lease is None or dispatch.job_id in changed:
                 continue
             if known is None or known.leased_at != lease.leased_at or known.worker_id != lease.worker_id:
-                self._add(self._told(dispatch))
+                self._add(self._of_other_engine(dispatch))
 
-    def _told(self, dispatch: Dispatch) -> Running:
+    def _of_other_engine(self, dispatch: Dispatch) -> Running:
         """A lease of another engine, with its expected times. Direct workers tell none."""
         lease = dispatch.lease
         assert lease is not None, "a leased job has a lease"

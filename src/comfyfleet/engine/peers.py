@@ -254,7 +254,7 @@ class PeerBus:
 
     def start(self) -> None:
         if self._peer_channel is not None:
-            self._peer_channel.listen(self._heard, self._pass_on)
+            self._peer_channel.listen(self._on_message, self._pass_on)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -418,7 +418,7 @@ class PeerBus:
 
     # receiving
 
-    def _heard(self, message: bytes) -> None:
+    def _on_message(self, message: bytes) -> None:
         try:
             received = _decoder.decode(message)
         except (msgspec.DecodeError, UnicodeDecodeError):

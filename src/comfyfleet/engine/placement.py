@@ -153,8 +153,8 @@ class RefusalHandler:
         if not applies_to_signature(failure, None if catalog is None else catalog.signatures):
             assert cls is not None, "it has a signature"
             # The refusal may be about one disk, until several equal servers refuse.
-            said = 1 + await self._equals_that_refused(dispatch, cls, worker_id, signature, now)
-            if said < self._context.rules.give_up_workers:
+            refusals = 1 + await self._equals_that_refused(dispatch, cls, worker_id, signature, now)
+            if refusals < self._context.rules.give_up_workers:
                 return frozenset()
         return frozenset({signature})
 

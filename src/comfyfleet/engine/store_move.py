@@ -83,14 +83,14 @@ class StoreMove:
         *,
         token: str,
         rules: Rules | None = None,
-        tell: Callable[[MoveProgress], None] = lambda _: None,
+        on_progress: Callable[[MoveProgress], None] = lambda _: None,
     ) -> None:
         self._source = source
         self._target = target
         self._token = token
         """Random text, different in each move."""
         self._rules = rules or Rules()
-        self._tell = tell
+        self._on_progress = on_progress
         self._fleet = Fleet(target, SystemClock())
         self._classes: dict[ClassKey, RequirementClass] = {}
         self._ready: set[ClassKey] = set()
@@ -135,7 +135,7 @@ class StoreMove:
                 else:
                     self._count(job.phase)
                 after = job.job_id
-            self._tell(self.moved)
+            self._on_progress(self.moved)
         self.moved.blocks = len(await self._source.blocks())
         self.moved.workflow_stats = len(await self._source.job_transfer.workflow_stats())
         async for collection, document in self._documents():
@@ -263,7 +263,7 @@ class StoreMove:
                     break
                 self.moved.stayed.append(stayed)
                 after = job.job_id
-            self._tell(self.moved)
+            self._on_progress(self.moved)
 
     async def _page(self, after: JobId | None) -> list[Job]:
         return await self._source.records.listing(RecordQuery(limit=_PAGE, after=after))

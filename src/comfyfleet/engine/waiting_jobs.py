@@ -52,10 +52,10 @@ class WaitingJobReview:
             if dispatch is None or dispatch.phase.is_final:
                 return
             job = await self._context.store.records.get(job_id)
-            if job is None or job.unreadable is not None or await self._judged(dispatch, job, tenant):
+            if job is None or job.unreadable is not None or await self._is_applied(dispatch, job, tenant):
                 return
 
-    async def _judged(self, dispatch: Dispatch, job: Job, tenant: Tenant) -> bool:
+    async def _is_applied(self, dispatch: Dispatch, job: Job, tenant: Tenant) -> bool:
         """False: somebody else wrote the job meanwhile."""
         context = self._context
         if dispatch.phase is Phase.QUEUED:

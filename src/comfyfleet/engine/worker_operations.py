@@ -290,10 +290,10 @@ class WorkerOperations:
         await self._seen(worker_id)
         states = await context.store.heartbeat(refs, context.rules.lease_ttl_s)
         commands = self._commands.take(worker_id)
-        told = {(command.job_id, command.lease_number) for command in commands}
+        named = {(command.job_id, command.lease_number) for command in commands}
         for state in states:
             ref = state.ref
-            if state.is_alive and state.is_to_stop and (ref.job_id, ref.number) not in told:
+            if state.is_alive and state.is_to_stop and (ref.job_id, ref.number) not in named:
                 dispatch = await context.store.load(ref.job_id)
                 reason = "" if dispatch is None else dispatch.cancel_reason
                 commands.append(Command("cancel", ref.job_id, ref.number, reason))

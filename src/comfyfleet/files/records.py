@@ -69,17 +69,17 @@ class FileRecords:
         self._pruned_to = ""
         self.in_use: Callable[[str], Awaitable[bool]] = _never_in_use
 
-    async def reserve(self, tenant: TenantId, **said: Unpack[FileAnnouncement]) -> FileRecord:
-        if (said.get("size") or 0) > self._max_bytes:
+    async def reserve(self, tenant: TenantId, **announced: Unpack[FileAnnouncement]) -> FileRecord:
+        if (announced.get("size") or 0) > self._max_bytes:
             raise too_large(self._max_bytes)
         now = self._clock.now()
         if now - self._pruned_at >= _PRUNE_EVERY_S:
             self._pruned_at = now
             await self._tidy(1)
-        await self._quota.take(tenant, said.get("size") or 0)
+        await self._quota.take(tenant, announced.get("size") or 0)
         # Ids start with the time, so lists have old files first.
         file_id = f"f_{int(now * 1000):012x}{secrets.token_hex(10)}"
-        record = FileRecord(file_id, tenant, now, **said)
+        record = FileRecord(file_id, tenant, now, **announced)
         await self._lineage.note(record)
         await self._records.add(record)
         # After the record: an entry without a record would use up the quota for ever.

@@ -100,14 +100,14 @@ class S3FileStore(FileRecords):
 
     # records
 
-    async def reserve(self, tenant: TenantId, **said: Unpack[FileAnnouncement]) -> FileRecord:
-        if said.get("size") is None:
+    async def reserve(self, tenant: TenantId, **announced: Unpack[FileAnnouncement]) -> FileRecord:
+        if announced.get("size") is None:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
                 "give the size: this hub's storage signs links for an exact length",
                 field="size",
             )
-        return await super().reserve(tenant, **said)
+        return await super().reserve(tenant, **announced)
 
     async def complete(self, file_id: str) -> FileRecord:
         """Simultaneous calls share one check, which may take longer than a request."""

@@ -43,9 +43,9 @@ class _Watched(msgspec.Struct):
 
 
 class Notices:
-    def __init__(self, engine: Engine, tell: Callable[[FleetEvent], None]) -> None:
+    def __init__(self, engine: Engine, on_event: Callable[[FleetEvent], None]) -> None:
         self._engine = engine
-        self._tell = tell
+        self._publish = on_event
         self._watched: dict[Kind, _Watched] = {}
         self._logged: set[str] = set()
         """Logged causes for which a job still waits."""
@@ -128,4 +128,4 @@ class Notices:
             "metadata": watched.metadata,
             "message": cause,
         }
-        self._tell(FleetEvent("waiting", self._engine.now(), WorkerId(""), data))
+        self._publish(FleetEvent("waiting", self._engine.now(), WorkerId(""), data))

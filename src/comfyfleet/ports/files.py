@@ -15,7 +15,7 @@ class FileStore(Protocol):
     in_use: Callable[[str], Awaitable[bool]]
     """The hub sets it. A file in use is kept, however old it is."""
 
-    async def reserve(self, tenant: TenantId, **said: Unpack[FileAnnouncement]) -> FileRecord: ...
+    async def reserve(self, tenant: TenantId, **announced: Unpack[FileAnnouncement]) -> FileRecord: ...
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
         """`tenant` is the expected owner, if known. The hub checks the real owner."""
 

@@ -88,9 +88,9 @@ def _withheld_data(data: dict[str, Any] | None, place: str) -> dict[str, Any]:
 def attempt_of_text(value: Job | Attempt | Fact) -> str | None:
     """The id of the attempt under which the tenant's database keeps the text, if it does."""
     message = _message_of(value)
-    for said in (_IN_TENANT_DATABASE, _WAITING):
-        if message.startswith(said):
-            return message.removeprefix(said)
+    for marker in (_IN_TENANT_DATABASE, _WAITING):
+        if message.startswith(marker):
+            return message.removeprefix(marker)
     return None
 
 

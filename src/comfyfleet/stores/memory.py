@@ -91,7 +91,7 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         if found is not None:
             return WriteResult(found.dispatch, ())
         entry = MemoryEntry(dispatch=dispatch, job=job)
-        written = self._tell(self._state.enqueue(entry, facts))
+        written = self._with_facts(self._state.enqueue(entry, facts))
         if written is not None:
             self._note_end(entry)
         return written
@@ -110,7 +110,7 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         job = None
         if write.job is not None and (entry := self._state.entries.get(write.job_id)) is not None:
             job = msgspec.structs.replace(entry.job, **write.job)
-        written = self._tell(self._state.write(write))
+        written = self._with_facts(self._state.write(write))
         if written is None:
             return None
         entry = self._state.entries[write.job_id]
@@ -216,9 +216,9 @@ class MemoryStore(InProcessStore[MemoryEntry]):
         if written is not None:
             entry = self._state.entries[written.dispatch.job_id]
             entry.job = msgspec.structs.replace(entry.job, phase=Phase.LEASED)
-        return self._tell(written)
+        return self._with_facts(written)
 
-    def _tell(self, written: WriteResult | None) -> WriteResult | None:
+    def _with_facts(self, written: WriteResult | None) -> WriteResult | None:
         if written is not None:
             self._state.entries[written.dispatch.job_id].facts += written.facts
         return written

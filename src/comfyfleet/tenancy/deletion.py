@@ -59,7 +59,7 @@ class TenantDeletion:
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self._central = central
-        self._homes = directory
+        self._directory = directory
         self._keys = keys
         self._webhooks = webhooks
         self._deliveries = deliveries
@@ -83,7 +83,7 @@ class TenantDeletion:
             await self._resources.crypto_shred(tenant_id)
         for name in dict.fromkeys((tenant.database, tenant.moving_to, tenant.moved_from)):
             if name is not None:
-                database = await self._homes.databases.get(name)
+                database = await self._directory.databases.get(name)
                 await claim.renew_if_due()
                 if not await database.freeze_account(tenant_id, claim.fence):
                     raise claims.lost(tenant_id)
@@ -93,7 +93,7 @@ class TenantDeletion:
 
     async def forget(self, tenant_id: TenantId) -> None:
         await self._central.documents.remove(claims.COLLECTION, tenant_id)
-        await self._homes.tenants.remove(tenant_id)
+        await self._directory.tenants.remove(tenant_id)
 
     async def _revoke(self, tenant: TenantId, claim: Claim) -> None:
         after = ""
@@ -125,7 +125,7 @@ class TenantDeletion:
                 found = True
                 for job in page:
                     await self._cancel(job.job_id)
-        database = await self._homes.databases.database_of(tenant)
+        database = await self._directory.databases.database_of(tenant)
         # The job may not be in the queue yet. The relay brings it there, and the next poll cancels it.
         if await database.listing(RecordQuery(tenant=tenant_id, phase=Phase.QUEUED, limit=1)):
             found = True
@@ -159,14 +159,14 @@ async def _reopen(database: TenantDatabase, tenant: TenantId, claim: Claim) -> N
 class TenantRetention:
     def __init__(self, central: Store, directory: TenantDirectory, retention: Retention) -> None:
         self._central = central
-        self._homes = directory
+        self._directory = directory
         self._retention = retention
 
     async def clean_up(self) -> None:
         now = await self._central.now()
-        for name in await self._homes.tenants_by_database():
+        for name in await self._directory.tenants_by_database():
             try:
-                database = await self._homes.databases.get(name)
+                database = await self._directory.databases.get(name)
                 await self._delete_events(database, now)
                 await self._delete_jobs(database, now)
             except Fault as fault:

@@ -135,13 +135,13 @@ class Reconciler(BackgroundJob):
             for entry, dispatch in zip(page, there, strict=True):
                 kind = check_open_round(entry.hold_id, dispatch)
                 if kind is not None and entry.tenant in tenants:
-                    said = (
+                    state = (
                         "nothing of it" if dispatch is None else f"{dispatch.phase} (round {dispatch.round})"
                     )
                     yield Finding(
                         kind,
                         entry.tenant,
-                        f"{entry.hold_id} is open in its tenant's database, but the store has {said}",
+                        f"{entry.hold_id} is open in its tenant's database, but the store has {state}",
                         entry.hold_id,
                     )
             if len(page) < _PAGE:
@@ -168,12 +168,12 @@ class Reconciler(BackgroundJob):
             ended = phases.get(hold_id)
             kind = check_dispatch(dispatch, hold_id in phases, ended)
             if kind is not None:
-                said = f"it is {ended.value}" if ended is not None else "there is no such round"
+                state = f"it is {ended.value}" if ended is not None else "there is no such round"
                 found.append(
                     Finding(
                         kind,
                         tenant.tenant_id,
-                        f"{hold_id} is {dispatch.phase.value} in the store, but in its tenant's database {said}",
+                        f"{hold_id} is {dispatch.phase.value} in the store, but in its tenant's database {state}",
                         hold_id,
                     )
                 )

@@ -32,7 +32,7 @@ def stub_of(job: Job, *, keeps_payload: bool) -> Job:
 class TenantRecords:
     def __init__(self, central: Store, directory: TenantDirectory, settler: Settler) -> None:
         self._central = central
-        self._homes = directory
+        self._directory = directory
         self._settler = settler
         self._leased: RecentDict[JobId, Job] = RecentDict(_MAX_REMEMBERED)
         """Read for a lease that is about to ask for them again."""
@@ -45,7 +45,7 @@ class TenantRecords:
         stub = await self._central.records.get(job_id)
         if stub is None:
             return None
-        home = await self._homes.locate(stub.tenant)
+        home = await self._directory.locate(stub.tenant)
         if home is None:
             return stub
         job = leased if leased is not None and leased.round == stub.round else await home.database.get(job_id)
@@ -61,7 +61,7 @@ class TenantRecords:
             and not job.phase.is_final
         )
         if job is None or lacks_result:
-            home = await self._homes.locate_uncached(stub.tenant)
+            home = await self._directory.locate_uncached(stub.tenant)
             if lacks_result:
                 dispatch = await self._central.load(stub.job_id)
                 if dispatch is not None and dispatch.is_unsettled:
@@ -76,13 +76,13 @@ class TenantRecords:
     async def texts_of(self, job_id: JobId, wanted: set[str]) -> texts.Texts:
         """The failure texts of a job's attempts. Looks again in case the tenant has just moved."""
         dispatch = await self._central.load(job_id)
-        home = None if dispatch is None else await self._homes.locate(dispatch.tenant)
+        home = None if dispatch is None else await self._directory.locate(dispatch.tenant)
         if dispatch is None or home is None:
             return {}
         found = await home.database.failures_of([job_id])
         if (
             not wanted <= found.keys()
-            and (home := await self._homes.locate_uncached(dispatch.tenant)) is not None
+            and (home := await self._directory.locate_uncached(dispatch.tenant)) is not None
         ):
             found = await home.database.failures_of([job_id])
         if wanted <= found.keys():
@@ -91,7 +91,7 @@ class TenantRecords:
         return {**found, **await self._settler.pending_texts.get_many(wanted - found.keys())}
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
-        home = await self._homes.locate(tenant)
+        home = await self._directory.locate(tenant)
         job = None if home is None else await home.database.by_reference(tenant, reference)
         if home is None or job is None:
             return await self._central.records.by_reference(tenant, reference)
@@ -117,7 +117,7 @@ class TenantRecords:
         found: dict[str, FailureText] = {}
         for each, job_ids in by_tenant.items():
             try:
-                home = await self._homes.locate(each)
+                home = await self._directory.locate(each)
                 if home is not None:
                     jobs |= await home.database.get_many(job_ids)
                     found |= await home.database.failures_of(

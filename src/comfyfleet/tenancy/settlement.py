@@ -28,13 +28,13 @@ class Settler:
 
     def __init__(self, central: Store, directory: TenantDirectory) -> None:
         self._central = central
-        self._homes = directory
+        self._directory = directory
         self.pending_texts = PendingFailureTexts(central, directory)
 
     async def settle(self, dispatch: Dispatch) -> None:
         """Raises `Fault` while the tenant database is unreachable or does not know the round."""
         assert dispatch.has_tenant_database and dispatch.phase.is_final, "only the end of a round is settled"
-        home = await self._homes.locate(dispatch.tenant)
+        home = await self._directory.locate(dispatch.tenant)
         # A deleted tenant has nothing to settle.
         if home is not None:
             await self._end(home, dispatch)
@@ -105,7 +105,7 @@ _LOG = logging.getLogger(__name__)
 class PendingFailureTexts:
     def __init__(self, central: Store, directory: TenantDirectory) -> None:
         self._central = central
-        self._homes = directory
+        self._directory = directory
 
     async def get_many(self, attempt_ids: Collection[str]) -> dict[str, FailureText]:
         """The texts that are still in the central store."""
@@ -133,18 +133,18 @@ class PendingFailureTexts:
                 _LOG.info("the failure text of attempt %s is unreadable", attempt_id)
                 continue
             try:
-                tenant = await self._homes.tenants.get(left.tenant)
-                if tenant is None or not self._homes.databases.is_unreachable(tenant.database):
+                tenant = await self._directory.tenants.get(left.tenant)
+                if tenant is None or not self._directory.databases.is_unreachable(tenant.database):
                     await self._take(attempt_id, left)
             except Fault as fault:
                 _LOG.info("cannot move the failure text of attempt %s, will retry: %s", attempt_id, fault)
 
     async def _take(self, attempt_id: str, left: PendingFailureText) -> None:
-        home = await self._homes.locate(left.tenant) or await self._homes.locate_uncached(left.tenant)
+        home = await self._directory.locate(left.tenant) or await self._directory.locate_uncached(left.tenant)
         if home is not None and not await home.database.save_failure(
             left.hold_id, attempt_id, left.text, left.at
         ):
-            newest = await self._homes.tenants.get_uncached(left.tenant)
+            newest = await self._directory.tenants.get_uncached(left.tenant)
             if newest is not None and newest.database != home.tenant.database:
                 return  # The tenant has just moved: the next run finds it there.
             _LOG.info("the failure text of attempt %s is dropped: its round has ended", attempt_id)

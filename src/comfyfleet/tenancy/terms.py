@@ -20,7 +20,7 @@ from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
 
 _PAGE = 200
 
-JudgeAgain = Callable[[JobId, Tenant], Awaitable[None]]
+ReapplyTerms = Callable[[JobId, Tenant], Awaitable[None]]
 
 
 class TermsReview:
@@ -28,12 +28,12 @@ class TermsReview:
         self,
         central: Store,
         tenants: Tenants,
-        judge_again: JudgeAgain,
+        reapply_terms: ReapplyTerms,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self._central = central
         self._tenants = tenants
-        self._judge_again = judge_again
+        self._reapply_terms = reapply_terms
         self._sleep = sleep
 
     async def review(self, tenant: Tenant, claim: Claim) -> Tenant:
@@ -43,7 +43,7 @@ class TermsReview:
             async for page in record_pages(self._central.records, tenant.tenant_id, phase, _PAGE):
                 for stub in page:
                     await claim.renew_if_due()
-                    await self._judge_again(stub.job_id, tenant)
+                    await self._reapply_terms(stub.job_id, tenant)
         return await self._tenants.change(
             tenant.tenant_id, lambda found: policy.terms_reviewed(found, tenant.terms_number)
         )

@@ -229,24 +229,24 @@ def refusal_by_link(link: str, status: int, body: bytes) -> Refusal | Fault:
 def storage_refusal(status: int, body: bytes) -> Refusal | Fault:
     found = _CODE.search(body[:4_096])
     code = found[1].decode() if found else ""
-    told = f"{status} {code}".rstrip()
+    answer = f"{status} {code}".rstrip()
     if code in _LATER:
-        return Fault(f"the file storage asks for a retry ({told})")
+        return Fault(f"the file storage asks for a retry ({answer})")
     match status:
         case 401 | 403:
             return Refusal(
                 RefusalCode.UNAUTHENTICATED,
-                f"the file storage refused the link, which may have expired ({told}): ask the hub for a new link",
+                f"the file storage refused the link, which may have expired ({answer}): ask the hub for a new link",
             )
         case 404:
-            return Refusal(RefusalCode.NOT_FOUND, f"the file storage does not have the file ({told})")
+            return Refusal(RefusalCode.NOT_FOUND, f"the file storage does not have the file ({answer})")
         case 412:
             return Refusal(RefusalCode.WRONG_PHASE, "this file was already received: announce a new one")
         case 413:
-            return Refusal(RefusalCode.TOO_LARGE, f"the file is too large for the file storage ({told})")
+            return Refusal(RefusalCode.TOO_LARGE, f"the file is too large for the file storage ({answer})")
         case 400 | 411:
             return Refusal(
-                RefusalCode.INVALID_REQUEST, f"the content differs from the announced file ({told})"
+                RefusalCode.INVALID_REQUEST, f"the content differs from the announced file ({answer})"
             )
         case _:
-            return Fault(f"the file storage answered {told}")
+            return Fault(f"the file storage answered {answer}")

@@ -258,8 +258,8 @@ def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
         by_status.setdefault(KINDS[code].status, []).append(code.value)
     for status, codes in by_status.items():
         answer = found.setdefault(str(status), {"description": ""})
-        said = "; ".join(f"`{code}`" for code in codes)
-        answer["description"] = f"{answer['description']} {said}".strip()
+        named = "; ".join(f"`{code}`" for code in codes)
+        answer["description"] = f"{answer['description']} {named}".strip()
         answer.setdefault("content", {})[CONTENT_TYPE] = {"schema": by_type[id(Problem)]}
         if status in (429, 503):
             answer["headers"] = {

@@ -191,7 +191,7 @@ _PAGE = 1_000
 
 class UsageHandlers:
     def __init__(self, directory: TenantDirectory, clock: Clock) -> None:
-        self._homes = directory
+        self._directory = directory
         self._clock = clock
 
     async def usage(self, call: HubRequest[wire.UsageQuery]) -> Reply:
@@ -219,7 +219,7 @@ class UsageHandlers:
         found: list[UsageLine] = []
         for name, tenants in (await self._databases_of(tenant)).items():
             here = {each.tenant_id for each in tenants}
-            database = await self._homes.databases.get(name)
+            database = await self._directory.databases.get(name)
             # Always by tenant: the old database of a moved tenant still has lines, which must not count.
             some = await database.usage(
                 tenant, since=since, until=until, by=by | {"tenant"}, limit=_MAX_LINES + 1
@@ -234,13 +234,13 @@ class UsageHandlers:
 
     async def _databases_of(self, tenant: TenantId | None) -> dict[str, list[Tenant]]:
         if tenant is None:
-            return await self._homes.tenants_by_database()
-        known = await self._homes.tenants.get(tenant)
+            return await self._directory.tenants_by_database()
+        known = await self._directory.tenants.get(tenant)
         return {} if known is None else {known.database: [known]}
 
     async def export_credits(self, call: HubRequest[wire.ExportQuery]) -> StreamingResponse:
-        tenant = await seen(self._homes.tenants, call)
-        database = await self._homes.databases.database_of(tenant)
+        tenant = await seen(self._directory.tenants, call)
+        database = await self._directory.databases.database_of(tenant)
         shows_cost = call.caller.scope is None
         # The first page comes before the answer starts, so that a database error has its own status.
         pages = _pages(database, tenant.tenant_id, call.data, shows_cost=shows_cost)

@@ -57,7 +57,7 @@ class TenantMaintenance(BackgroundJob):
         self._tenants = tenants
         self._relocation = relocation
         self._deletion = deletion
-        self._judge = judge
+        self._terms_review = judge
         self._shares = shares
         self._audit = audit
         self._look_s = look_s
@@ -140,7 +140,7 @@ class TenantMaintenance(BackgroundJob):
             elif tenant.moved_from is not None:
                 tenant = await self._relocation.clean_up(tenant, mine)
             else:
-                tenant = await self._judge.review(tenant, mine)
+                tenant = await self._terms_review.review(tenant, mine)
         return tenant is None
 
     async def _delete(self, tenant: Tenant, mine: Claim) -> None:

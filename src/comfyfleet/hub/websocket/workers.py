@@ -58,7 +58,7 @@ class WebSocketWorkers:
         inputs: JobInputFiles,
         caller: Caller,
         max_wait_s: float,
-        tell: Callable[[Message], None],
+        send: Callable[[Message], None],
         check_files: Callable[[JobResult, str], Awaitable[None]],
         keyed: WorkersByKey,
     ) -> None:
@@ -68,7 +68,7 @@ class WebSocketWorkers:
         self._inputs = inputs
         self._caller = caller
         self._max_wait_s = max_wait_s
-        self._send = tell
+        self._send = send
         self._leases: dict[JobId, LeaseRef] = {}
         self._cancelled_leases: set[tuple[JobId, int]] = set()
         self._parked: set[asyncio.Task[None]] = set()

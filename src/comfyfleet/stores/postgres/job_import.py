@@ -23,12 +23,12 @@ SELECT envelope FROM (
 
 class PostgresJobTransfer:
     def __init__(
-        self, pool: ConnectionPool, now: Callable[[], float | None], tell: Callable[[], None]
+        self, pool: ConnectionPool, now: Callable[[], float | None], notify: Callable[[], None]
     ) -> None:
         self._pool = pool
         self._now = now
         """None: the server's time."""
-        self._tell = tell
+        self._notify = notify
 
     async def import_jobs(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         async def import_jobs(step: SqlStep) -> list[Dispatch] | None:
@@ -40,7 +40,7 @@ class PostgresJobTransfer:
 
         imported = await self._pool.transact(import_jobs)
         if imported:
-            self._tell()
+            self._notify()
         return imported
 
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:

@@ -30,7 +30,7 @@ MAX_RETRY_S = 5.0
 
 _log = logging.getLogger(__name__)
 
-Hear = Callable[[WorkerId, Command], None]
+OnCommand = Callable[[WorkerId, Command], None]
 # A notification has less than 8000 bytes.
 _MAX_REASON = 1000
 
@@ -49,7 +49,7 @@ class Notifications:
         self._pool = pool
         self._sender_id = uuid4().hex
         self._listeners: list[Callable[[], None]] = []
-        self._hearers: list[Hear] = []
+        self._command_listeners: list[OnCommand] = []
         self._learners: list[Callable[[], None]] = []
         self._sender: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -64,14 +64,14 @@ class Notifications:
     def listen(
         self,
         wake: Callable[[], None],
-        on_command: Hear | None = None,
+        on_command: OnCommand | None = None,
         on_new_class: Callable[[], None] | None = None,
     ) -> None:
         self._listeners.append(wake)
         if on_new_class is not None:
             self._learners.append(on_new_class)
         if on_command is not None:
-            self._hearers.append(on_command)
+            self._command_listeners.append(on_command)
         self._read()
 
     def _read(self) -> None:
@@ -137,8 +137,8 @@ class Notifications:
             _log.debug("a command cannot be decoded: %r", error)
             return
         if message.sender != self._sender_id:
-            for hear in self._hearers:
-                hear(message.worker_id, message.command)
+            for on_command in self._command_listeners:
+                on_command(message.worker_id, message.command)
 
     def _relearn(self) -> None:
         for relearn in self._learners:

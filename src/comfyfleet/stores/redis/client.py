@@ -79,11 +79,11 @@ class _Wire(asyncio.Protocol):
         self,
         take: Callable[[_Wire, object], None],
         lost: Callable[[_Wire], None],
-        heard: Callable[[], None],
+        on_bytes: Callable[[], None],
     ) -> None:
         self._on_answer = take
         self._lost = lost
-        self._heard = heard
+        self._on_bytes = on_bytes
         self._reader = hiredis.Reader()
         self.transport: asyncio.Transport | None = None
 
@@ -95,7 +95,7 @@ class _Wire(asyncio.Protocol):
         self._reader.feed(data)
         while (answer := self._reader.gets()) is not False:
             self._on_answer(self, answer)
-        self._heard()
+        self._on_bytes()
 
     def connection_lost(self, _: Exception | None) -> None:
         self.transport = None

@@ -131,7 +131,7 @@ _EVENT = b"{"
 # An action of a direct worker. Any other message on this channel is a command.
 _RUN = b'{"event":'
 
-Hear = Callable[[WorkerId, Command], None]
+OnCommand = Callable[[WorkerId, Command], None]
 
 
 class _WorkerCommand(msgspec.Struct, frozen=True):
@@ -155,7 +155,7 @@ class PubSubListener:
         me: str,
         wake: Callable[[], None],
         wake_for_workers: Callable[[], None],
-        on_command: Hear | None,
+        on_command: OnCommand | None,
         on_new_class: Callable[[], None] | None,
         on_peer_message: Callable[[bytes], None],
         hear_run: Callable[[bytes], None],

@@ -395,8 +395,8 @@ class RedisStore:
             stats = _workflow_stats.decode(known) if known else WorkflowStats(workflow_hash)
             for delta in deltas:
                 stats = delta.apply(stats)
-            said = (workflow_hash, msgspec.json.encode(stats), MAX_WORKFLOW_STATS, known)
-            if await self._do("put_lesson", *said) is not None:
+            arguments = (workflow_hash, msgspec.json.encode(stats), MAX_WORKFLOW_STATS, known)
+            if await self._do("put_lesson", *arguments) is not None:
                 return stats
 
 

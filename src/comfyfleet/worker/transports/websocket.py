@@ -197,14 +197,14 @@ class WebSocketWorkerApi(HttpWorkerApi):
         return _Socket(connection, self._lost)
 
     async def _handshake_error(self, url: str, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
-        told = f"the hub at {url} refused the WebSocket ({error.status})"
+        message = f"the hub at {url} refused the WebSocket ({error.status})"
         if self._has_no_key and KINDS[RefusalCode.UNAUTHENTICATED].status == error.status:
             return no_key(url)
         for code in (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED):
             if KINDS[code].status == error.status:
-                return Refusal(code, f"{told}: {KINDS[code].title}")
+                return Refusal(code, f"{message}: {KINDS[code].title}")
         found = await not_a_hub(self._opened(), url, error.status)
-        return found if isinstance(found, WrongAddress) else Fault(told)
+        return found if isinstance(found, WrongAddress) else Fault(message)
 
 
 class _Socket:
@@ -296,12 +296,12 @@ class _Socket:
 
     def _receive(self, frame: bytes) -> None:
         try:
-            said = _ANSWER.decode(frame)
+            answered = _ANSWER.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
-        answer = self._waiting.get(said.request_id)
+        answer = self._waiting.get(answered.request_id)
         if answer is not None and not answer.done():
-            answer.set_result(said)
+            answer.set_result(answered)
 
 
 def _retrieve_exception(task: asyncio.Task[Any]) -> None:
