@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from comfyfleet.testing.fake_langflow.answers import answer_json, invalid
-from comfyfleet.testing.fake_langflow.flows import FakeFlow, Suspended
-from comfyfleet.testing.fake_langflow.messages import iso_now, streamed_result
-from comfyfleet.testing.fake_langflow.run import FlowRun, RunFailed, RunRequest
+from comfyfleet.testing.fake_langflow.flows import FakeFlow
+from comfyfleet.testing.fake_langflow.messages import iso_now
+from comfyfleet.testing.fake_langflow.run import RunRequest
 
 if TYPE_CHECKING:
     from comfyfleet.testing.fake_langflow.server import FakeLangFlow
@@ -63,7 +62,7 @@ class FlowRoutes:
         return answer_json({"id": USER_ID, "username": "lab", "is_active": True, "is_superuser": True})
 
     async def flows(self, _request: web.Request) -> web.Response:
-        return answer_json([{**_header(flow), "data": None} for flow in self._server.settings.flows])
+        return answer_json([{**_header(flow), "data": None} for flow in self._server.flows])
 
     async def flow(self, request: web.Request) -> web.Response:
         flow = self._server.find_flow(request.match_info["flow_id"])
@@ -106,16 +105,14 @@ class FlowRoutes:
                 if header.lower().startswith(_GLOBAL)
             },
         )
-        self._server.jobs.runs.append(asked.input_value or "")
         if request.query.get("stream") == "true":
             return await self._stream(request, flow, asked)
-        run = self._server.make_run(str(uuid.uuid4()), flow, asked, lambda *_: None)
-        try:
-            # Hanging up does not stop it.
-            await asyncio.shield(asyncio.ensure_future(run.execute(self._server.faults.slow_errors_s)))
-        except RunFailed as failed:
-            return answer_json({"detail": _v1_error(str(failed))}, 500)
-        return answer_json(_v1_result(run, flow, asked))
+        run = self._server.direct_runs.start(flow, asked, lambda *_: None)
+        # Hanging up does not stop it.
+        await asyncio.shield(run.task)
+        if run.error is not None:
+            return answer_json({"detail": run.error}, 500)
+        return answer_json(run.result)
 
     async def _stream(self, request: web.Request, flow: FakeFlow, asked: RunRequest) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -126,21 +123,16 @@ class FlowRoutes:
             if name in _STREAMED:
                 events.put_nowait(json.loads(json.dumps({"event": name, "data": data})))
 
-        run = self._server.make_run(str(uuid.uuid4()), flow, asked, tell)
+        run = self._server.direct_runs.start(flow, asked, tell)
 
-        async def execute() -> None:
-            try:
-                await run.execute(self._server.faults.slow_errors_s)
-                events.put_nowait({"event": "end", "data": {"result": _v1_result(run, flow, asked)}})
-            except RunFailed as failed:
-                data = {"error": f"500: {_v1_error(str(failed))}"}
-                events.put_nowait({"event": "error", "data": data})
-            except Suspended:
-                return
+        def end(_: object) -> None:
+            if run.result is not None:
+                events.put_nowait({"event": "end", "data": {"result": run.result}})
+            elif run.error is not None:
+                events.put_nowait({"event": "error", "data": {"error": f"500: {run.error}"}})
             events.put_nowait(None)
 
-        # Hanging up cancels this handler, which stops the run.
-        work = asyncio.create_task(execute())
+        run.task.add_done_callback(end)
         try:
             while (event := await events.get()) is not None:
                 await self._server.wait_unblocked()
@@ -151,7 +143,8 @@ class FlowRoutes:
                         request.transport.abort()
                     return stream
         finally:
-            work.cancel()
+            # Hanging up cancels this handler, which stops the run.
+            run.task.cancel()
         return stream
 
 
@@ -160,18 +153,6 @@ def _is_typed(body: Any) -> bool:
         isinstance(value, _TYPES.get(name, (object,))) and value in _CHOICES.get(name, (value,))
         for name, value in body.items()
     )
-
-
-def _v1_error(words: str) -> str:
-    return json.dumps(
-        {"message": words, "traceback": None, "description": None, "code": None, "suggestion": None}
-    )
-
-
-def _v1_result(run: FlowRun, flow: FakeFlow, asked: RunRequest) -> dict[str, Any]:
-    if run.told is None:
-        return {"session_id": asked.session, "outputs": [{"inputs": {}, "outputs": [None]}]}
-    return streamed_result(asked.session, asked.input_value, run.told, flow.components[-1])
 
 
 def _header(flow: FakeFlow) -> dict[str, Any]:

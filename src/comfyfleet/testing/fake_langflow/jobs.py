@@ -34,6 +34,7 @@ class FakeLangFlowJob:
         self.unclear_until = 0.0
         """Until then a cancelled job shows as failed without a reason."""
         self.durable: list[dict[str, Any]] = []
+        self.has_begun = False
         self.has_closed = False
         """No more events will come."""
         self._readers: set[asyncio.Queue[tuple[int, dict[str, Any]] | None]] = set()
@@ -143,7 +144,7 @@ class FakeLangFlowJobs:
 
     async def _execute(self, job: FakeLangFlowJob) -> None:
         async with self._places:
-            job.state = "in_progress"
+            job.state, job.has_begun = "in_progress", True
             if not job.request.is_empty:
                 self.runs.append(job.request.input_value or "")
             run = self._make_run(job.job_id, job.flow, job.request, job.tell)

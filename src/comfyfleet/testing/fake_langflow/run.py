@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from comfyfleet.testing.fake_langflow.flows import (
     Surroundings,
     run_component,
 )
+from comfyfleet.testing.fake_langflow.settings import LangFlowFaults
 
 Tell = Callable[[str, dict[str, Any], bool], None]
 """Takes an event's name, its data, and whether a replay repeats it."""
@@ -52,6 +54,7 @@ class FlowRun:
         clock: FakeClock,
         storage: dict[str, bytes],
         block: Callable[[float], Awaitable[None]],
+        faults: LangFlowFaults,
         tell: Tell,
     ) -> None:
         self.told: dict[str, Any] | None = None
@@ -62,6 +65,7 @@ class FlowRun:
         self._clock = clock
         self._storage = storage
         self._block = block
+        self._faults = faults
         self._tell = tell
 
     async def execute(self, slow_errors_s: float) -> None:
@@ -93,13 +97,10 @@ class FlowRun:
                 content = messages.chat_content(told)
             else:
                 try:
-                    passed = (
-                        await run_component(
-                            component.type, passed, self._around(component.component_id, fields, logs)
-                        )
-                        if component.type != OUTPUT
-                        else passed
-                    )
+                    if component.type != OUTPUT:
+                        await self._meet_faults()
+                        around = self._around(component.component_id, fields, logs)
+                        passed = await run_component(component.type, passed, around)
                 except ComponentError as error:
                     if slow_errors_s:
                         await self._clock.sleep(slow_errors_s)
@@ -131,6 +132,17 @@ class FlowRun:
                 event = messages.output_event(component, passed.text)
                 self._tell("output", event, True)
                 self.output = event
+
+    async def _meet_faults(self) -> None:
+        faults = self._faults
+        while faults.holds:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if faults.out_of_memory:
+            faults.out_of_memory -= 1
+            raise ComponentError("OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB.")
+        if faults.fail_runs:
+            faults.fail_runs -= 1
+            raise ComponentError("ValueError", "the fake was told to fail")
 
     def _message(self, passed: Passed, source: Any, *, is_user: bool) -> dict[str, Any]:
         return messages.message(

@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from comfyfleet.testing.fake_comfyui.clock import FakeClock, ScaledClock
 from comfyfleet.testing.fake_langflow.answers import answer_json
+from comfyfleet.testing.fake_langflow.direct_runs import FakeDirectRuns
 from comfyfleet.testing.fake_langflow.file_routes import FileRoutes
 from comfyfleet.testing.fake_langflow.flow_routes import FlowRoutes
 from comfyfleet.testing.fake_langflow.flows import FakeFlow
@@ -45,6 +46,7 @@ class FakeLangFlow:
         self.storage: dict[str, bytes] = {}
         """Files by path: the id of a flow or user, and the name."""
         self.jobs = FakeLangFlowJobs(self.settings, self.faults, self.clock, self.make_run)
+        self.direct_runs = FakeDirectRuns(self.faults, self.make_run)
         self.requests: list[tuple[str, str]] = []
         """Method and path of every request."""
         self._runner: web.AppRunner | None = None
@@ -58,6 +60,10 @@ class FakeLangFlow:
 
     async def __aexit__(self, *_: object) -> None:
         await self.kill()
+
+    @property
+    def is_up(self) -> bool:
+        return self._runner is not None
 
     @property
     def url(self) -> str:
@@ -98,6 +104,7 @@ class FakeLangFlow:
         if runner is None:
             return
         await self.jobs.end_process(is_killed=is_killed)
+        await self.direct_runs.end_process()
         if runner.server is not None:
             for connection in runner.server.connections:
                 if connection.transport is not None:
@@ -110,13 +117,17 @@ class FakeLangFlow:
         return (int(major), int(minor)) >= (1, 11)
 
     def find_flow(self, name: str) -> FakeFlow | None:
-        for flow in self.settings.flows:
+        for flow in self.flows:
             if name in (flow.flow_id, flow.endpoint_name):
                 return flow
         return None
 
+    @property
+    def flows(self) -> list[FakeFlow]:
+        return [flow for flow in self.settings.flows if flow.name not in self.faults.missing_flows]
+
     def make_run(self, run_id: str, flow: FakeFlow, request: RunRequest, tell: Tell) -> FlowRun:
-        return FlowRun(run_id, flow, request, self.clock, self.storage, self.block, tell)
+        return FlowRun(run_id, flow, request, self.clock, self.storage, self.block, self.faults, tell)
 
     async def block(self, seconds: float) -> None:
         """A component that does not await: nothing is answered meanwhile."""

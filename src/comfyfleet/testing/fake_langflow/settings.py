@@ -32,6 +32,14 @@ class LangFlowFaults(msgspec.Struct, kw_only=True):
     """Every request with a key gets 403."""
     stalls: bool = False
     """The process does not answer until the switch is cleared."""
+    holds: bool = False
+    """Runs stop before their middle component until the switch is cleared."""
+    fail_runs: int = 0
+    """So many runs fail in their middle component."""
+    out_of_memory: int = 0
+    """So many runs fail for lack of memory."""
+    missing_flows: frozenset[str] = frozenset()
+    """Names of flows that are gone."""
     forgets_submits: int = 0
     """So many jobs stay queued, as after a restart; jobs submitted later start. -1 means always."""
     cut_submits_before: int = 0

@@ -157,8 +157,11 @@ class LangFlow:
         except Unreachable as error:
             # Every step before the submit can be repeated elsewhere.
             raise fail(FailureKind.TRANSIENT, f"Cannot prepare the run on LangFlow: {error}") from error
-        except failures.KeyRefused:
-            self._health.refused_key(None)
+        except ServiceFailed as failed:
+            if isinstance(failed, failures.KeyRefused):
+                self._health.refused_key(None)
+            elif failed.failure.kind is FailureKind.CRASHED:
+                self._health.restarts += 1
             raise
         finally:
             self._runs.pop(attempt, None)
@@ -179,6 +182,8 @@ class LangFlow:
         if isinstance(run, DirectRun):
             async with asyncio.timeout(settings.cancel_s):
                 await run.is_over.wait()
+            # LangFlow notices a moment later that we hung up, and tells nobody.
+            await asyncio.sleep(settings.hang_up_s)
             return
         if (task := self._submits.get(attempt)) is not None:
             await asyncio.wait({task}, timeout=settings.cancel_s)
@@ -194,6 +199,8 @@ class LangFlow:
 
     async def reconcile(self, job: LeasedJob) -> RunningAttempt:
         """States besides those of the port: `completed` with its result, `interrupted`, `failed`."""
+        if isinstance(self._runs.get(job.attempt_id), DirectRun):
+            return RunningAttempt("running")
         try:
             job_id, status = await self._status_of(job.attempt_id)
         except Unreachable as error:
@@ -391,6 +398,8 @@ class LangFlow:
     async def _read_version(self) -> Mapping[str, Any]:
         """Raises `Unreachable`, and `ServiceFailed` if something else answers."""
         answer = await self._api.version()
+        if answer.status in (401, 403):
+            raise failures.KeyRefused(answer.status)
         version = answer.body.get("version") if isinstance(answer.body, Mapping) else None
         if not answer.is_ok or not isinstance(version, str):
             raise fail(

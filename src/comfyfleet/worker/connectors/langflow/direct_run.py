@@ -86,8 +86,15 @@ class DirectRun:
 
     async def _read(self, flow_id: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> JobResult:
         is_sent = False
+        accept_s = self._job.timeouts.accept_s
+        accept_s = self._settings.accept_s if accept_s is None else accept_s
         try:
-            async with self._api.run(flow_id, body, headers) as response:
+            async with (
+                asyncio.timeout(accept_s) as limit,
+                self._api.run(flow_id, body, headers) as response,
+            ):
+                # The stream begins with the run, so only its beginning has a limit.
+                limit.reschedule(None)
                 is_sent = True
                 if response.status != 200 or response.content_type != "text/event-stream":
                     content = await read_json(await read_bounded(response, self._settings))
@@ -95,6 +102,10 @@ class DirectRun:
                 self._tell(ProgressKind.ACCEPTED, {})
                 self._tell(ProgressKind.STARTED, {})
                 await self._read_events(response)
+        except TimeoutError as error:
+            raise fail(
+                FailureKind.ACCEPT_TIMEOUT, f"LangFlow did not begin the run within {accept_s:g} s."
+            ) from error
         except AnswerTooLarge as error:
             raise fail(
                 FailureKind.NODE_ERROR,

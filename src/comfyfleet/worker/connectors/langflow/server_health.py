@@ -65,6 +65,8 @@ class ServerHealth:
             if self._was_closed:
                 self._was_closed = False
                 self.restarts += 1
+            if answer.status in (401, 403):
+                return _Finding(failures.KEY_REFUSED.format(status=answer.status))
             if not answer.is_ok:
                 body = answer.body if isinstance(answer.body, Mapping) else {}
                 broken = ", ".join(f"{name}: {str(each)[:100]}" for name, each in list(body.items())[:5])

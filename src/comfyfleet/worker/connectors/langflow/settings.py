@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.worker import ServerLimits
+from comfyfleet.worker.connectors.settings import converted_settings
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -60,6 +61,8 @@ class LangFlowSettings(ServerLimits, frozen=True, kw_only=True, forbid_unknown_f
     cancel_s: Seconds = 60.0
     """How long a cancel is repeated."""
     cancel_interval_s: Seconds = 0.5
+    hang_up_s: Seconds = 0.2
+    """On an older server: how long after a hang-up its run counts as stopped."""
     probe_s: Seconds = 2.0
     """How long a job that was found by its key may turn out to be only the probe."""
     close_s: Seconds = 5.0
@@ -69,10 +72,7 @@ def read_settings(options: Mapping[str, Any]) -> LangFlowSettings:
     """Raises `ValueError` that names the setting."""
     if "key" in options and "key_file" in options:
         raise ValueError("set either `key` or `key_file` for LangFlow, not both")
-    try:
-        return msgspec.convert(dict(options), LangFlowSettings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"a setting of the LangFlow connector is wrong: {error}") from error
+    return converted_settings(options, LangFlowSettings)
 
 
 def read_key(settings: LangFlowSettings) -> str | None:
