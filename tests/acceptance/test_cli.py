@@ -361,6 +361,27 @@ def test_a_folder_that_cannot_be_made_is_told_with_its_option(
     assert "--out" in ended.stderr.splitlines()[-1]
 
 
+# Output that nobody reads
+
+
+def test_a_hub_whose_output_nobody_reads_any_more_still_finishes_its_jobs(
+    workflow: Path, tmp_path: Path
+) -> None:
+    """As after Ctrl-C in `comfyfleet up | tee log`, which ends tee too."""
+    data = tmp_path / "data"
+    hub = {"COMFYFLEET_DATA": str(data)}
+    with started(*CLI, "up", "--fake", "1", "--open", "--port", "0", env=hub) as process:
+        url = read_until(process, lambda line: line.endswith(": online"))[0].split()[-1]
+        assert run_cli("submit", workflow, env=hub).returncode == 0
+        assert eventually(lambda: bool(ask(f"{url}/api/jobs?status=leased")["jobs"]))
+        assert process.stdout is not None
+        process.stdout.close()
+        code, _, errors = stop(process, signal.SIGINT)
+    assert (code, errors.strip()) == (130, "")
+    found = json.loads(run_cli("store", "check", f"sqlite:///{data}/fleet.db", "--json").stdout)["holds"]
+    assert (found["completed"], found["queued"]) == (1, 0)
+
+
 # fake-comfyui
 
 

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from tests.acceptance._process import (
     CLI,
+    LIMIT_S,
     ROOT,
     ask,
     environment,
@@ -113,6 +114,18 @@ def test_an_interrupted_demo_ends_at_once_and_leaves_nothing_behind(tmp_path: Pa
         read_until(process, lambda line: " s  gpu-" in line and "completed" in line)
         code, _, errors = stop(process, signal.SIGINT)
     assert code == 130
+    assert re.fullmatch(r"interrupted, \d+ of 24 done", errors.strip())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_that_nobody_watches_any_more_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with started(*CLI, "demo", *FREE, env={"TMPDIR": str(tmp_path)}) as process:
+        read_until(process, lambda line: line.startswith("gpu-d"))
+        assert process.stdout is not None
+        process.stdout.close()
+        code = process.wait(LIMIT_S)
+        _, errors = process.communicate()
+    assert code == 143
     assert re.fullmatch(r"interrupted, \d+ of 24 done", errors.strip())
     assert list(tmp_path.iterdir()) == []
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,24 @@ def test_no_line_of_a_traceback_looks_like_one_of_the_log(formatter: logging.For
     first, *rest = told.splitlines()
     assert "it failed" in first and not STEERING.search(told)
     assert all(line.startswith("  ") for line in rest)
+
+
+def test_work_goes_on_when_nobody_reads_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other commands end, so that `comfyfleet jobs | head` does."""
+    readers_end, writers_end = os.pipe()
+    os.close(readers_end)
+
+    async def work() -> str:
+        echo("lost")
+        echo("lost too")
+        return "done"
+
+    # Line buffering is off, as for a pipe: what was not written must not fail later, when Python exits.
+    with os.fdopen(writers_end, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(BrokenPipeError):
+            echo("lost")
+        assert asyncio.run(work()) == "done"
 
 
 def test_every_command_prints_by_the_one_function() -> None:

@@ -62,14 +62,12 @@ def demo_command(out: Path | None, once: bool, plain: bool, port: int | None, ti
     import tempfile
     import time
 
-    from rich.console import Console
-
     from comfyfleet.cli.exit_codes import require
 
     require("hub", "fake")
-    from comfyfleet.cli.demo_show import DemoReport, count_jobs, make_show
+    from comfyfleet.cli.demo_show import DemoConsole, DemoReport, count_jobs, make_show
 
-    console = Console(highlight=False)
+    console = DemoConsole(highlight=False)
     began_at = time.time()
     report = DemoReport(began_at, time_scale)
     try:

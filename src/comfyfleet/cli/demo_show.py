@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
+import sys
 import time
 from collections import Counter, deque
 from pathlib import Path
@@ -23,6 +25,7 @@ from rich.text import Text
 
 from comfyfleet.cli.demo_fleet import CARDS, KINDS, load_seconds_of, loaders_of, stories, workflow_of
 from comfyfleet.cli.demo_loads import PlayedJob, PlayedServer, count_first_come_first_served
+from comfyfleet.cli.output import discard
 from comfyfleet.client.client import FleetClient
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.workflow_hash import hash_workflow
@@ -35,6 +38,16 @@ _EVENT_LINES = 9
 _WIDE, _NARROW = 110, 80
 """Columns from which cards are described in full, and below which they are left out."""
 _STATE_STYLES = {"online": "green", "offline": "bold red", "reconnecting": "yellow"}
+
+
+class DemoConsole(Console):
+    """A console that ends the demo, as SIGTERM does, when nobody reads its output any more."""
+
+    def on_broken_pipe(self) -> None:
+        # Rich would raise SystemExit here: inside a listener or a task of the hub, whichever has printed.
+        self.quiet = True
+        discard(sys.stdout)
+        signal.raise_signal(signal.SIGTERM)
 
 
 class Show(Protocol):

@@ -17,7 +17,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -39,7 +39,10 @@ def _shown(found: re.Match[str]) -> str:
 
 def echo(message: object = "", *, err: bool = False, nl: bool = True, wraps: bool | None = None) -> None:
     """`click.echo` with control characters escaped. `wraps`: break long lines between words in a terminal, by default
-    those of standard error."""
+    those of standard error.
+
+    A program that works in an event loop goes on when nobody reads its output any more: Ctrl-C ends the reader of a
+    pipe too, and the program still has jobs to finish. Any other command ends."""
     text = escaped(message.decode(errors="replace") if isinstance(message, bytes) else str(message))
     stream = sys.stderr if err else sys.stdout
     if (err if wraps is None else wraps) and stream.isatty() and "\n" not in text and text[:1] != " ":
@@ -48,7 +51,28 @@ def echo(message: object = "", *, err: bool = False, nl: bool = True, wraps: boo
         text = textwrap.fill(
             text, max(_MIN_WRAPPED_WIDTH, columns), break_long_words=False, break_on_hyphens=False
         )
-    click.echo(text, err=err, nl=nl)
+    try:
+        click.echo(text, err=err, nl=nl)
+    except BrokenPipeError:
+        if not _is_in_event_loop():
+            raise
+        discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """What this stream gets from now on, and what it has not yet written, is lost without an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _is_in_event_loop() -> bool:
+    # Where nobody has imported asyncio, no event loop runs; most commands that only print do not need it.
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return asyncio is not None and asyncio.get_running_loop() is not None
+    except RuntimeError:
+        return False
 
 
 class LineFormatter(logging.Formatter):
