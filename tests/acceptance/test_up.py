@@ -268,7 +268,10 @@ def test_a_hub_over_tls_is_found_and_trusted_on_its_own_machine_alone(place: Pla
     ("options", "words"),
     [
         (("--open", "--host", "0.0.0.0"), "the setting 'host' (flag --host) is not valid"),
-        (("--certificate", "nothing.pem"), "the setting 'certificate' (flag --certificate) is not valid"),
+        (
+            ("--certificate", "nothing.pem"),
+            "the setting 'certificate' (flag --certificate) is not valid: there is no file nothing.pem",
+        ),
         (("--certificate-key", "nothing.pem"), "the setting 'certificate_key'"),
         (("--config", "nothing.toml"), "cannot read the settings in nothing.toml"),
     ],

@@ -97,3 +97,43 @@ def test_outputs_are_saved_by_a_pattern(run: Run, workflow: Path, tmp_path: Path
     assert (wrong.code, "the fields are {job}" in wrong.errors) == (2, True)
     for command in ("submit", "run", "job watch"):
         assert "{job}_{node}_{index}{ext}" in "".join(run(*command.split(), "--help").output.split())
+
+
+def test_a_key_that_may_not_do_something_is_told_with_its_place(
+    run: Run, hub: Address, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As after `export COMFYFLEET_KEY=…` for a program: the next command of the operator uses that key too."""
+    monkeypatch.setenv("COMFYFLEET_KEY", hub.keys[Role.TENANT])
+    refused = "a key of role 'tenant' may not do this; allowed roles: admin, operator, viewer"
+    place = "The key comes from: environment COMFYFLEET_KEY."
+    assert run("workers").errors == f"Error: {refused}. {place}\n"
+    write_hub(tmp_path, LocalHub(hub.url, hub.keys[Role.ADMIN]))
+    ended = run("workers")
+    other = f"Without it, commands use the admin key in {tmp_path / 'hub.json'}."
+    assert (ended.code, ended.errors) == (3, f"Error: {refused}. {place} {other}\n")
+    monkeypatch.delenv("COMFYFLEET_KEY")
+    assert run("workers").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "hint"),
+    [
+        ("job show", "job", "`comfyfleet jobs` lists the jobs."),
+        ("workers drain", "worker", "`comfyfleet workers` lists the workers."),
+        ("key revoke", "key", "`comfyfleet key list` lists the keys."),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_command_that_lists_them(
+    run: Run, command: str, kind: str, hint: str
+) -> None:
+    ended = run(*command.split(), "nobody")
+    assert ended.code == 3 and ended.errors.startswith(f"Error: there is no {kind} 'nobody'")
+    assert ended.errors.endswith(f". {hint}\n")
+
+
+def test_a_folder_for_outputs_needs_somebody_who_waits_for_them(
+    run: Run, workflow: Path, tmp_path: Path
+) -> None:
+    ended = run("submit", workflow, "--out", tmp_path / "out")
+    assert ended.code == 2 and "--out needs --watch" in ended.errors
+    assert not (tmp_path / "out").exists()

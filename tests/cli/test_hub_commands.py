@@ -82,6 +82,7 @@ def test_files_are_attached_and_a_mistake_is_told_before_anything_is_sent(run: R
     for wrong, why in (
         (f"9.image={photo}", "no node '9'"),
         ("10.image=nowhere.png", "cannot read nowhere.png"),
+        ("image=photo.png", "'image=photo.png' is not NODE.INPUT=FILE, such as 10.image=photo.png"),
     ):
         refused = run("submit", workflow, "--attach", wrong)
         assert refused.code == 2 and why in refused.errors
@@ -273,7 +274,8 @@ def test_without_a_key_it_is_said_where_one_is_given(
     monkeypatch.delenv("COMFYFLEET_KEY")
     ended = run("jobs")
     assert ended.code == 3
-    assert ended.errors == f"Error: {hub.url} needs a key. Set COMFYFLEET_KEY, or use --key.\n"
+    made = "`comfyfleet key create` on the hub's machine makes one."
+    assert ended.errors == f"Error: {hub.url} needs a key. Set COMFYFLEET_KEY, or use --key. {made}\n"
 
 
 def test_workers_are_listed_and_told_what_to_do(run: Run) -> None:

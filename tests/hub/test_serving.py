@@ -60,6 +60,13 @@ async def test_a_taken_port_is_named() -> None:
             await HubServer(other.hub, HubServerSettings(port=port)).__aenter__()
 
 
+async def test_an_address_of_another_machine_is_no_matter_of_the_port() -> None:
+    async with hub_in_process() as other:
+        # A network for documentation: no machine has its addresses.
+        with pytest.raises(Fault, match=r"203\.0\.113\.1 is no address of this machine"):
+            await HubServer(other.hub, HubServerSettings(host="203.0.113.1", port=0)).__aenter__()
+
+
 async def test_a_connection_that_is_kept_alive_does_not_keep_the_hub_from_ending() -> None:
     async with hub_in_process() as rig, aiohttp.ClientSession() as session:
         serving = HubServer(rig.hub, HubServerSettings(port=0, graceful_s=600))

@@ -295,6 +295,10 @@ def _serving_settings(resolved: ResolvedSettings) -> HubServerSettings:
     if settings.certificate_key is not None and settings.certificate is None:
         raise resolved.wrong("certificate_key", "it needs a 'certificate' too")
     if settings.certificate is not None:
+        for name in ("certificate", "certificate_key"):
+            file = getattr(settings, name)
+            if file is not None and not Path(file).is_file():
+                raise resolved.wrong(name, f"there is no file {file}")
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
                 settings.certificate, settings.certificate_key

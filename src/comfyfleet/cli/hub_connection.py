@@ -178,6 +178,27 @@ def find_hub(resolved: ResolvedSettings) -> HubTarget:
     return HubTarget(urls, key, trust, key_file)
 
 
+_LISTS = {
+    "there is no job ": "`comfyfleet jobs` lists the jobs.",
+    "there is no key ": "`comfyfleet key list` lists the keys.",
+    "there is no webhook ": "`comfyfleet webhook list` lists the webhooks.",
+    "there is no worker ": "`comfyfleet workers` lists the workers.",
+}
+"""By how a message of the hub begins: the command that shows what there is."""
+
+
+def _hint(error: Refusal, resolved: ResolvedSettings) -> str:
+    """What only this side knows: where the key comes from, and which command helps."""
+    place = resolved.origin("key").place
+    if error.code is RefusalCode.UNAUTHENTICATED:
+        return f". It comes from: {place}"
+    if error.code is RefusalCode.NOT_ALLOWED and error.message.startswith("a key of role "):
+        is_ours = resolved.values.key is not None and read_hub(resolved.data) is not None
+        other = f" Without it, commands use the admin key in {resolved.data / HUB_FILE}." if is_ours else ""
+        return f". The key comes from: {place}.{other}"
+    return next((f". {hint}" for begin, hint in _LISTS.items() if error.message.startswith(begin)), "")
+
+
 def ask(
     flags: dict[str, Any],
     work: Callable[[FleetClient], Coroutine[Any, Any, T]],
@@ -217,14 +238,12 @@ def ask(
             raise Refusal(error.code, message, **error.details) from error
         if error.code is RefusalCode.UNAUTHENTICATED and target.key is None:
             # The hub's message names a header; here the key is a setting.
-            message = f"{target.url} needs a key. Set COMFYFLEET_KEY, or use --key."
+            message = (
+                f"{target.url} needs a key. Set COMFYFLEET_KEY, or use --key. `comfyfleet key create` on the hub's "
+                "machine makes one."
+            )
             raise Refusal(error.code, message, **error.details) from error
-        hint = ""
-        if error.code is RefusalCode.UNAUTHENTICATED:
-            hint = f". It comes from: {resolved.origin('key').place}"
-        elif error.message.startswith("there is no job "):
-            hint = ". `comfyfleet jobs` lists the jobs."
-        raise Refusal(error.code, error.message + hint, **error.details) from error
+        raise Refusal(error.code, error.message + _hint(error, resolved), **error.details) from error
     except HubAway as error:
         if resolved.values.hub:
             raise

@@ -190,12 +190,19 @@ def _attachment(graph: dict[str, dict[str, Any]], text: str) -> Attachment:
     return attach(path, node, name)
 
 
+_FORMS = {
+    "--set": "NODE.INPUT=VALUE, such as 6.text=cat",
+    "--attach": "NODE.INPUT=FILE, such as 10.image=photo.png",
+    "--take": "NODE.INPUT=JOB or NODE.INPUT=JOB/OUTPUT",
+}
+
+
 def _target(graph: dict[str, dict[str, Any]], text: str, option: str) -> tuple[str, str, str]:
-    """The node, its input and the value in NODE.INPUT=VALUE."""
+    """The node, its input and what the option gives to it."""
     target, separator, value = text.partition("=")
     node, dot, name = target.partition(".")
     if not separator or not dot:
-        raise click.BadParameter(f"{text!r} is not NODE.INPUT=VALUE, such as 6.text=cat", param_hint=option)
+        raise click.BadParameter(f"{text!r} is not {_FORMS[option]}", param_hint=option)
     if node not in graph:
         raise click.BadParameter(
             f"the workflow has no node {node!r}; it has {', '.join(graph)}", param_hint=option
@@ -292,7 +299,7 @@ async def _must_reach_one(pool: WorkflowPool, progress: RunProgress) -> None:
             f"{server.id} is offline: {server.reason or 'it does not answer'}" for server in servers
         )
         hint = ""
-        if without := [server.id for server in servers if not _has_port(server.url or "")]:
+        if without := [url for server in servers if not _has_port(url := server.url or "")]:
             hint = f" {', '.join(without)} has no port. ComfyUI's default is 8188, as in http://gpu:8188."
         raise CommandFailed(f"no ComfyUI server answers. {states}{hint}", ExitCode.UNREACHABLE)
     for server in away:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from comfyfleet.cli.command import (
     GroupedOption,
@@ -346,6 +347,12 @@ def submit_command(
     drafts = [(workflow.name, WorkflowDraft(workflow, changes)) for workflow in workflows]
     if quote and (watch or attachments or count > 1):
         raise click.UsageError("--quote submits nothing: leave out --watch, --attach and --count.")
+    source = click.get_current_context().get_parameter_source
+    if not watch and source("out") is ParameterSource.COMMANDLINE:
+        raise click.UsageError(
+            "--out needs --watch, which downloads the outputs. For a job that was submitted without it: "
+            "`comfyfleet job watch JOB_ID --out FOLDER`."
+        )
     if reference is not None and len(drafts) * count > 1:
         raise click.UsageError("Several jobs cannot share one --reference.")
     options = {

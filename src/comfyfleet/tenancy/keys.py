@@ -177,7 +177,8 @@ class Keys:
             ):
                 raise Refusal(
                     RefusalCode.UNAUTHENTICATED,
-                    "the enrolment token is not valid (unknown, expired or used up): ask for a new one",
+                    "the enrolment token is not valid (unknown, expired or used up). On the hub's machine, "
+                    "`comfyfleet key invite` makes a new one.",
                 )
             if not worker_id.startswith(enrolment.worker_prefix):
                 raise Refusal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -116,10 +117,12 @@ def _bind(settings: HubServerSettings, port: int) -> socket.socket:
         bound.bind((settings.host, port))
     except OSError as error:
         bound.close()
-        raise Fault(
-            f"the hub cannot listen on {settings.host}:{port}: {error.strerror}; choose another port, or "
-            "stop the process that uses it"
-        ) from error
+        hint = (
+            f"{settings.host} is no address of this machine; choose one with --host"
+            if error.errno == errno.EADDRNOTAVAIL
+            else "choose another port with --port, or stop the process that uses it"
+        )
+        raise Fault(f"the hub cannot listen on {settings.host}:{port}: {error.strerror}; {hint}") from error
     return bound
 
 
