@@ -201,7 +201,7 @@ class Fleet:
         return is_held_back(worker, self.workers.values())
 
     def takes_work(self, worker: WorkerRecord, now: float) -> bool:
-        return worker.takes_work(now) and not self.is_held_back(worker)
+        return worker.takes_work(now) and not (worker.capabilities.is_fake and self.is_held_back(worker))
 
     def selectivity(self, key: ClassKey) -> int:
         known = self._selectivity.get(key)

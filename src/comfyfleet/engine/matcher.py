@@ -27,6 +27,8 @@ from comfyfleet.tracing import in_background, log_failure
 _LOG = logging.getLogger(__name__)
 
 _RELEARN_EVERY_S = 0.05  # all classes are read each time, and thousands may come in a row
+_MANY_SLOTS = 32
+"""Beyond so many idle slots, an arriving job is compared with some of those that are equal."""
 _TENANT_PATIENCE_S = 0.1  # so long a round waits for the databases of tenants
 
 
@@ -36,6 +38,8 @@ class Matcher:
         self._parked: dict[PollId, ParkedPoll] = {}
         self._parked_of: Counter[WorkerId] = Counter()
         self._looking: dict[PollId, ParkedPoll] = {}
+        self._arrived = 0
+        """Jobs that arrived since the last pass began."""
         self._served_by_park: set[ParkedPoll] = set()
         """Slots that their own poll serves. A pass skips them, or it would lease a second job for them."""
         self._slow_leases: dict[ParkedPoll, asyncio.Task[bool]] = {}
@@ -93,10 +97,13 @@ class Matcher:
             return
         del self._parked[slot.poll_id]
         self._looking.pop(slot.poll_id, None)
-        self._holding.pop(slot.poll_id, None)
+        was_holding = self._holding.pop(slot.poll_id, None) is not None
         self._parked_of[slot.worker_id] -= 1
         if not self._parked_of[slot.worker_id]:
             del self._parked_of[slot.worker_id]
+        if was_holding and not self._holding and len(self._parked) > _MANY_SLOTS:
+            # Its equals, which were not looked at, hold from now on.
+            self.everything_changed()
 
     def _send_away(self, slot: ParkedPoll) -> None:
         self.unpark(slot)
@@ -117,11 +124,16 @@ class Matcher:
             return
         fleet = self._context.fleet
         profiles, workers = fleet.profiles_for(dispatch.class_key), fleet.workers
-        self._look(
+        slots: Iterable[ParkedPoll] = (
             slot
             for slot in self._parked.values()
             if (worker := workers.get(slot.worker_id)) is not None and worker.profile in profiles
         )
+        self._arrived += 1
+        if len(self._parked) > _MANY_SLOTS and dispatch.class_key in fleet.classes:
+            # All slots have been looked at with the jobs that waited before.
+            slots = self._window.sample(slots, self._arrived, dispatch.class_key)
+        self._look(slots)
 
     def worker_freed(self, worker_id: WorkerId) -> None:
         """After a block, quarantine or pause of the worker began or ended."""
@@ -181,6 +193,10 @@ class Matcher:
 
     def _take_looking(self) -> list[ParkedPoll]:
         """The slots of the next pass, without those served elsewhere."""
+        self._arrived = 0
+        if not self._served_by_park and not self._slow_leases:
+            looking, self._looking = self._looking, {}
+            return list(looking.values())
         slots = [slot for slot in self._looking.values() if not self._is_served(slot)]
         self._looking = {poll_id: slot for poll_id, slot in self._looking.items() if self._is_served(slot)}
         return slots

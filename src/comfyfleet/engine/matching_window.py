@@ -4,14 +4,15 @@ that leave all they see to others, and has them ranked (`pass_ranks.py`)."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.pass_ranks import ParkedPoll, PassRanks, Plan, Seen, lane_lengths
+from comfyfleet.engine.slot_sample import SlotSample
 from comfyfleet.model.block import Pair
 from comfyfleet.model.dispatch import Candidate
-from comfyfleet.model.ids import PollId, ProfileKey, WorkerId
+from comfyfleet.model.ids import ClassKey, PollId, ProfileKey, WorkerId
 from comfyfleet.policy.demand import RequestKind
 from comfyfleet.policy.failover import SmartFailover
 from comfyfleet.policy.scheduling import missing
@@ -26,8 +27,18 @@ class MatchingWindow:
         """`parked`: how many polls of each worker are parked."""
         self._context = context
         self._parked = parked
+        self._sample = SlotSample(context, parked)
         # A custom strategy may treat equal workers differently.
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
+
+    def sample(self, slots: Iterable[ParkedPoll], jobs: int, class_key: ClassKey) -> Iterable[ParkedPoll]:
+        """Enough of these slots for so many jobs of a class."""
+        if self._asks_for_each:
+            return slots
+        fleet = self._context.fleet
+        return self._sample.of(
+            slots, jobs, fleet.with_blocks.union(fleet.classes[class_key].preferences.workers)
+        )
 
     async def plan(self, slots: Mapping[PollId, ParkedPoll], now: float) -> Plan | None:
         """None: nothing waits for these slots."""
@@ -37,16 +48,17 @@ class MatchingWindow:
             profile = fleet.workers[slot.worker_id].profile
             is_single = self._asks_for_each or slot.worker_id in fleet.with_blocks
             alike[profile, slot.worker_id if is_single else None].append(slot)
-        seen = Seen(list(alike.values()))
-        keys = list(alike)
+        groups, keys = list(alike.values()), list(alike)
+        seen = Seen(groups)
         for number, (profile, _) in enumerate(keys):
-            seen.add(number, await self._peek(profile, seen.groups[number], len(slots), now))
+            seen.add(number, await self._peek(profile, groups[number], len(slots), now))
         await self._know_classes(seen)
         if not seen.jobs:
             return None
-        if len(slots) == 1 == len(seen.jobs) and (plan := self._only(seen)) is not None:
-            return plan
+        if len(slots) == 1 == len(seen.jobs) and (only := self._only(seen)) is not None:
+            return only
         models = self._models(seen)
+        seen.groups = self._picked(groups, seen)
         if not models:
             return PassRanks(self._context, seen, len(slots), now, models, self._parked).plan()
         await self._read_estimates(seen)
@@ -62,14 +74,25 @@ class MatchingWindow:
             # All that these slots see is left to others: show them what comes after it.
             before = len(seen.jobs), sum(map(len, seen.takers.values()))
             for number in hungry:
-                group, skip = seen.groups[number], frozenset(seen.targets[number])
+                group, skip = groups[number], frozenset(seen.targets[number])
                 seen.add(number, await self._peek(keys[number][0], group, len(slots), now, skip))
             if before == (len(seen.jobs), sum(map(len, seen.takers.values()))):
                 break
             await self._know_classes(seen)
             models = self._models(seen)
+            seen.groups = self._picked(groups, seen)
             await self._read_estimates(seen)
+        self._sample.tell_mates((slot for group in seen.groups for slot in group), plan.left)
         return plan
+
+    def _picked(self, groups: list[list[ParkedPoll]], seen: Seen) -> list[list[ParkedPoll]]:
+        """The slots that are compared. Workers that somebody prefers by name are."""
+        if max(map(len, groups)) <= len(seen.jobs):
+            return groups
+        classes, named = self._context.fleet.classes, set[WorkerId]()
+        for key in {each.lane.class_key for each in seen.jobs.values()}:
+            named.update(classes[key].preferences.workers)
+        return self._sample.groups(groups, len(seen.jobs), named)
 
     def _only(self, seen: Seen) -> Plan | None:
         """One job for one slot, with nothing to load: there is nothing to compare."""

@@ -30,7 +30,7 @@ _POLLS_HERE_S = 60.0
 _MAX_CLASSES = 10_000
 _MAX_WARM = 32
 """So many classes with the same models are asked for by name."""
-_TABLE_S = 0.25
+_TABLE_S = 1.0
 """How old the table of live slots may be."""
 
 
@@ -305,10 +305,10 @@ class FleetOutlook:
         for worker in self._fleet.workers.values():
             worker_id = worker.worker_id
             runs = self._running.get(worker_id)
-            if not self._fleet.takes_work(worker, now):
+            rest = worker.slots - (len(runs) if runs else 0) - parked.get(worker_id, 0)
+            if (not runs and rest <= 0) or not self._fleet.takes_work(worker, now):
                 continue
             slots = [left_s(run.ends_at, now) for run in runs.values()] if runs else []
-            rest = worker.slots - len(slots) - parked.get(worker_id, 0)
             if rest > 0 and self._looks_for_itself(worker_id, at):
                 slots += [0.0] * rest
             if slots:

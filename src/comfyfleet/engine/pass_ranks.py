@@ -18,6 +18,7 @@ from comfyfleet.model.block import Pair, tenant_target
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer
 from comfyfleet.model.ids import JobId, PollId, ProfileKey, WorkerId
 from comfyfleet.model.job import Job
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.assignment import RankKey, SlotKey, WaitingJob, assign, rank_key, score, slot_key
 from comfyfleet.policy.demand import ModelSet
 from comfyfleet.policy.fair_share import TenantTurn, charge_s, tenant_turns
@@ -52,11 +53,12 @@ class LeaseGrant(NamedTuple):
 
 
 class ParkedPoll:
-    __slots__ = ("answer", "load", "offer", "poll_id", "worker_id")
+    __slots__ = ("alike", "answer", "load", "offer", "poll_id", "worker_id")
 
     def __init__(self, worker_id: WorkerId, poll_id: PollId, load: int | None = None) -> None:
         self.worker_id, self.poll_id, self.load = worker_id, poll_id, load
         self.offer: LeaseOffer | None = None  # with which a job was last asked for
+        self.alike: tuple[WorkerRecord, int] | None = None  # the same number for equal slots (`SlotSample`)
         self.answer: asyncio.Future[LeaseGrant | None] = asyncio.get_running_loop().create_future()
 
 
@@ -81,6 +83,7 @@ class Seen:
 
     def __init__(self, groups: list[list[ParkedPoll]]) -> None:
         self.groups = groups
+        """What is ranked. Where many slots are equal, not all of them (`SlotSample`)."""
         self.jobs: dict[JobId, Candidate] = {}
         self.takers: dict[JobId, tuple[int, ...]] = {}
         self.targets: list[set[str]] = [set() for _ in groups]
