@@ -1,7 +1,7 @@
 """Picks the idle slots that a matching pass compares.
 
-Of slots that are equal in all that ranks depend on, a pass needs no more than jobs wait. So one job for a thousand equal
-slots costs little more than one job for a few."""
+Of slots that are equal in all that ranks depend on, a pass needs no more than jobs wait. So one job for a thousand
+equal slots costs little more than one job for a few."""
 
 from __future__ import annotations
 

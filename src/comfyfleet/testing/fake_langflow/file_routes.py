@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from comfyfleet.testing.fake_langflow.server import FakeLangFlow
 
 
-class FileRoutes:
+class LangFlowFileRoutes:
     def __init__(self, server: FakeLangFlow) -> None:
         self._server = server
         self._files: dict[str, dict[str, Any]] = {}

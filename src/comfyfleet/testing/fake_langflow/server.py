@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 from comfyfleet.testing.fake_comfyui.clock import FakeClock, ScaledClock
 from comfyfleet.testing.fake_langflow.answers import answer_json
 from comfyfleet.testing.fake_langflow.direct_runs import FakeDirectRuns
-from comfyfleet.testing.fake_langflow.file_routes import FileRoutes
+from comfyfleet.testing.fake_langflow.file_routes import LangFlowFileRoutes
 from comfyfleet.testing.fake_langflow.flow_routes import FlowRoutes
 from comfyfleet.testing.fake_langflow.flows import FakeFlow
 from comfyfleet.testing.fake_langflow.jobs import FakeLangFlowJobs
@@ -76,7 +76,7 @@ class FakeLangFlow:
         self.jobs.begin_process()
         app = web.Application(middlewares=[self._middleware()], client_max_size=1 << 30)
         FlowRoutes(self).add_to(app)
-        FileRoutes(self).add_to(app)
+        LangFlowFileRoutes(self).add_to(app)
         if self.has_jobs:
             WorkflowRoutes(self).add_to(app)
         self._runner = web.AppRunner(
