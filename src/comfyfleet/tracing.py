@@ -14,7 +14,7 @@ from contextvars import ContextVar, copy_context
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from comfyfleet.model.errors import Fault
+from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.model.ids import trace_id_of
 
 T = TypeVar("T")
@@ -73,19 +73,19 @@ class BackgroundJob:
 def log_failure(
     logger: logging.Logger, message: str, *arguments: object, error: BaseException | None = None
 ) -> None:
-    """Log `error`, or the current exception, of work that continues. A fault of the environment is one line; a bug has
-    its traceback."""
+    """Log `error`, or the current exception, of work that continues. A fault of the environment and a refusal are one
+    line; a bug has its traceback."""
     error = error or sys.exc_info()[1]
-    if error is not None and _is_fault(error):
+    if error is not None and _is_expected(error):
         logger.warning(f"{message}: %s", *arguments, _message(error))
     else:
         logger.error(message, *arguments, exc_info=error)
 
 
-def _is_fault(error: BaseException) -> bool:
+def _is_expected(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_fault, error.exceptions))
-    return isinstance(error, Fault)
+        return all(map(_is_expected, error.exceptions))
+    return isinstance(error, ComfyFleetError)
 
 
 def _message(error: BaseException) -> str:

@@ -338,8 +338,8 @@ class EditorConverter:
         if not converted:
             raise Refusal(
                 RefusalCode.UNWORKABLE,
-                "this workflow is as the ComfyUI editor saves it, and no worker that has its nodes has told their "
-                f"inputs (older agents do not): {EXPORT}",
+                "this is a workflow of the ComfyUI editor, and no worker that has its nodes has described their inputs "
+                f"yet: try again in a moment, or {EXPORT}",
             )
         (graph, _), *others = converted
         variants = [
@@ -364,8 +364,8 @@ class EditorConverter:
         if not missing:
             raise Refusal(
                 RefusalCode.UNWORKABLE,
-                "this workflow is as the ComfyUI editor saves it, and no worker is there that could tell how to "
-                f"convert it: start one, or {EXPORT}",
+                "this is a workflow of the ComfyUI editor, and no connected worker can say how to convert it: start a "
+                f"worker, or {EXPORT}",
             )
         nearest = min(missing.values(), key=len)
         if nearest:

@@ -82,14 +82,12 @@ class StoreMove:
         target: TransferableStore,
         *,
         token: str,
-        rules: Rules | None = None,
         on_progress: Callable[[MoveProgress], None] = lambda _: None,
     ) -> None:
         self._source = source
         self._target = target
         self._token = token
         """Random text, different in each move."""
-        self._rules = rules or Rules()
         self._on_progress = on_progress
         self._fleet = Fleet(target, SystemClock())
         self._classes: dict[ClassKey, RequirementClass] = {}
@@ -191,7 +189,7 @@ class StoreMove:
         """Without a charge: the worker or a stopped store may be the cause."""
         now = await self._source.now()
         change, end = (
-            requeued(dispatch, Phase.QUEUED, dispatch.not_before, now, self._rules),
+            requeued(dispatch, Phase.QUEUED, dispatch.not_before, now, Rules()),
             AttemptOutcome.RELEASED,
         )
         fact = FactDraft(FactKind.RELEASED, {"reason": "the lease expired before the move to another store"})

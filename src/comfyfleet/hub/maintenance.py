@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.tracing import BackgroundJob, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -31,8 +30,6 @@ class HubMaintenance(BackgroundJob):
         for what, cleanup in self._cleanups.items():
             try:
                 await cleanup()
-            except ComfyFleetError as error:
-                _LOG.warning("cannot delete old %s; will try again: %s", what, error)
             except Exception:
                 log_failure(_LOG, "cannot delete old %s; will try again", what)
 

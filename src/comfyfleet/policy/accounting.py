@@ -98,13 +98,13 @@ def reserve(hold_id: HoldId, tenant: TenantId, amount: int, now: float) -> Hold:
     return Hold(hold_id, tenant, amount, now)
 
 
-def settle(hold: Hold, phase: Phase, amount: int, now: float, note: str = "") -> Settlement:
+def settle(hold: Hold, phase: Phase, amount: int, now: float) -> Settlement:
     """Consumed if and only if completed: the cost, at most the hold. The same entry returns the rest."""
     assert phase.is_final, "an open round keeps its hold"
     if phase is not Phase.COMPLETED:
-        return Settlement(hold.hold_id, Outcome.REFUNDED, 0, now, note)
+        return Settlement(hold.hold_id, Outcome.REFUNDED, 0, now)
     _check_amount(amount, "the cost of a job")
-    return Settlement(hold.hold_id, Outcome.CONSUMED, min(amount, hold.amount), now, note)
+    return Settlement(hold.hold_id, Outcome.CONSUMED, min(amount, hold.amount), now)
 
 
 def posting_of(entry: Hold | CreditGrant | Adjustment) -> Posting:

@@ -202,9 +202,8 @@ class _Takes:
         return known
 
 
-def forecast(situation: Situation, estimates: Estimates, most: int = MAX_STARTS) -> QueueForecast:
-    """Plays at most so many starts."""
-    return _Play(situation, estimates).played(most)
+def forecast(situation: Situation, estimates: Estimates) -> QueueForecast:
+    return _Play(situation, estimates).played(MAX_STARTS)
 
 
 class _Play:

@@ -65,15 +65,13 @@ _MAX_CENTRAL_JOBS = 10_000
 class TenantLedgerStore:
     reaches_tenants = True
 
-    def __init__(
-        self, central: Store, directory: TenantDirectory, *, on_relay_work: Callable[[], None] = lambda: None
-    ) -> None:
-        """Calls `on_relay_work` when there is work for the relay."""
+    def __init__(self, central: Store, directory: TenantDirectory) -> None:
         self.central = central
         self.directory = directory
         self.settler = Settler(central, directory)
         self.records = TenantRecords(central, directory, self.settler)
-        self.on_relay_work = on_relay_work
+        self.on_relay_work: Callable[[], None] = lambda: None
+        """Called when there is work for the relay."""
         self._central_jobs: RecentDict[JobId, None] = RecentDict(_MAX_CENTRAL_JOBS)
         """Known jobs without a tenant database."""
 

@@ -314,8 +314,6 @@ class WorkerLog:
                 await self.poll()
                 if not self._is_look_pending:
                     break
-        except ComfyFleetError as error:
-            _WORKER_LOG.warning("cannot log worker changes in the audit log; will try again: %s", error)
         except Exception:
             log_failure(_WORKER_LOG, "cannot log worker changes in the audit log; will try again")
         finally:

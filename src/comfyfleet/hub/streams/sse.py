@@ -133,8 +133,11 @@ class EventStream(Response):
             await asyncio.wait({disconnected})
 
 
+_STALLED_BEATS = 4
+
+
 class StreamHandlers:
-    """An idle stream sends a comment every `beat_s`. A write that stalls for `stalled_beats` is ended."""
+    """An idle stream sends a comment every `beat_s`. A write that stalls for `_STALLED_BEATS` is ended."""
 
     def __init__(
         self,
@@ -143,14 +146,12 @@ class StreamHandlers:
         fleet: FleetFeed,
         connection_limits: ConnectionLimits,
         beat_s: float = 15.0,
-        stalled_beats: int = 4,
     ) -> None:
         self._engine = engine
         self._channels = channels
         self._fleet = fleet
         self._connection_limits = connection_limits
         self._beat_s = beat_s
-        self._stalled_beats = stalled_beats
         self._watchers: dict[Watcher, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -247,7 +248,7 @@ class StreamHandlers:
             watcher.ticks += 1
             if not watcher.is_writing:
                 watcher.keep_alive()
-            elif watcher.ticks > self._stalled_beats:
+            elif watcher.ticks > _STALLED_BEATS:
                 watcher.drop()
         if self._watchers:
             self._timer = asyncio.get_running_loop().call_later(self._beat_s, self._tick)

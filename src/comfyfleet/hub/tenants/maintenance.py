@@ -87,8 +87,6 @@ class TenantMaintenance(BackgroundJob):
                 for tenant_id in sorted(due, key=lambda each: (each <= self._last, each)):
                     if tenant_id not in self._under_way and len(self._under_way) < AT_ONCE:
                         self._begin(tenant_id)
-            except ComfyFleetError as error:
-                _LOG.warning("cannot check tenants; will try again: %s", error)
             except Exception:
                 log_failure(_LOG, "cannot check tenants; will try again")
             with contextlib.suppress(TimeoutError):
@@ -121,8 +119,6 @@ class TenantMaintenance(BackgroundJob):
                 raise
             if not is_gone:
                 await mine.release()
-        except ComfyFleetError as error:
-            _LOG.warning("maintenance of tenant %s failed; will try again: %s", tenant_id, error)
         except Exception:
             log_failure(_LOG, "maintenance of tenant %s failed; will try again", tenant_id)
 
@@ -189,23 +185,18 @@ class _Noted(msgspec.Struct, frozen=True):
 
 
 class UnrunnableJobTimeout(BackgroundJob):
-    def __init__(
-        self, engine: Engine, tenants: Tenants, documents: DocumentStore, clock: Clock, look_s: float = LOOK_S
-    ) -> None:
+    def __init__(self, engine: Engine, tenants: Tenants, documents: DocumentStore, clock: Clock) -> None:
         super().__init__("unrunnable jobs")
         self._engine = engine
         self._tenants = tenants
         self._documents = documents
         self._clock = clock
-        self._look_s = look_s
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(LOOK_S)
             try:
                 await self.run_once()
-            except ComfyFleetError as error:
-                _LOG.warning("cannot check for jobs that no worker can run; will try again: %s", error)
             except Exception:
                 log_failure(_LOG, "cannot check for jobs that no worker can run; will try again")
 

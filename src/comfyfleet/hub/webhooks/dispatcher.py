@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.webhooks.sender import OutgoingCalls, OutgoingLimits, PendingDeliveries, WebhookSender
+from comfyfleet.hub.webhooks.sender import OutgoingCalls, PendingDeliveries, WebhookSender
 from comfyfleet.model.errors import ComfyFleetError, Fault
 from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.ids import JobId, TenantId
@@ -57,7 +57,6 @@ class WebhookDispatcher:
         guard: UrlGuard,
         sender: WebhookSender,
         pending: PendingDeliveries,
-        bounds: OutgoingLimits | None = None,
     ) -> None:
         self._engine = engine
         self._ledger = ledger
@@ -74,7 +73,7 @@ class WebhookDispatcher:
         self._woken = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._is_woken_early = False
-        self._outgoing = OutgoingCalls(self._send, bounds)
+        self._outgoing = OutgoingCalls(self._send)
         self._notes_after = ""
         self._due_after = ""
         self._prune_after = ""
@@ -163,8 +162,6 @@ class WebhookDispatcher:
         """A failed step does not stop the others; the next pass repeats it."""
         try:
             await step
-        except ComfyFleetError as error:
-            _LOG.warning("cannot process webhook deliveries; will try again: %s", error)
         except Exception:
             log_failure(_LOG, "cannot process webhook deliveries; will try again")
 

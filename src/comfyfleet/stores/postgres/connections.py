@@ -84,10 +84,10 @@ class SqlStep:
         self.add(query, values)
         return later
 
-    def add_rows(self, head: str, rows: Sequence[Row], tail: str = "") -> None:
+    def add_rows(self, head: str, rows: Sequence[Row]) -> None:
         """A statement with VALUES of many rows."""
         row = f"({', '.join(['%s'] * len(rows[0]))})"
-        self.add(f"{head} {', '.join([row] * len(rows))}{tail}", [value for each in rows for value in each])
+        self.add(f"{head} {', '.join([row] * len(rows))}", [value for each in rows for value in each])
 
     async def ask(self, *questions: tuple[str, Values]) -> list[list[Row]]:
         """The rows of each question, in one round trip. Each sees what was committed before it began."""

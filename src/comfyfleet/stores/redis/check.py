@@ -27,9 +27,9 @@ _TRIES = 5
 _SHOWN = 10
 
 
-def layout(text: str | None = None) -> list[re.Pattern[str]]:
+def layout() -> list[re.Pattern[str]]:
     """Patterns of the documented keys, read from the comment at the head of the library."""
-    text = library_text() if text is None else text
+    text = library_text()
     patterns = []
     for names in re.findall(
         r"^--   (\S.*?) +(?:string|zset|hash|set|list|stream)\b",

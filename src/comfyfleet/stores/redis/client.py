@@ -36,6 +36,10 @@ class RedisServerError(Fault):
         self.code = message.partition(" ")[0]
 
 
+_BACKOFF_S = (0.05, 2.0)
+"""The first and the longest pause between two tries to connect."""
+
+
 class _Call:
     """`packed` is empty until it is decided whether the call goes alone or in the `parts` of a joint call."""
 
@@ -113,7 +117,6 @@ class RedisClient:
         *,
         patience_s: float = 30.0,
         silence_s: float = 10.0,
-        backoff_s: tuple[float, float] = (0.05, 2.0),
     ) -> None:
         self.client_id = client_id
         self._address = address
@@ -121,7 +124,6 @@ class RedisClient:
         self._greet = greet
         self._patience_s = patience_s
         self._silence_s = silence_s
-        self._backoff_s = backoff_s
         self._wire: _Wire | None = None
         self._is_ready = False
         self._is_closed = False
@@ -321,7 +323,7 @@ class RedisClient:
             self._connecting = asyncio.get_running_loop().create_task(self._reconnect())
 
     async def _reconnect(self) -> None:
-        delay, longest = self._backoff_s
+        delay, longest = _BACKOFF_S
         while True:
             try:
                 await self._connect()

@@ -20,14 +20,17 @@ _Answer = TypeVar("_Answer")
 _SCHEMA = Schema("comfyfleet_tenants", 0x74656E616E74)
 
 
+_CONNECTIONS = 4
+
+
 class PostgresTenantDatabase(TenantDatabase):
-    def __init__(self, url: str, *, connections: int = 4) -> None:
-        super().__init__(PostgresExecutor(url, connections))
+    def __init__(self, url: str) -> None:
+        super().__init__(PostgresExecutor(url))
 
 
 class PostgresExecutor:
-    def __init__(self, url: str, connections: int) -> None:
-        self._pool = ConnectionPool(url, connections)
+    def __init__(self, url: str) -> None:
+        self._pool = ConnectionPool(url, _CONNECTIONS)
 
     async def open(self) -> None:
         connection = await self._pool.connect()
