@@ -18,6 +18,7 @@ from comfyfleet.wire.route import (
     OPERATORS,
     WORKERS,
     Route,
+    delete_route,
     get_route,
     post_route,
     tagged,
@@ -44,13 +45,11 @@ FILES = tagged(
         files.FileList,
         query=files.FilesQuery,
     ),
-    Route(
+    delete_route(
         "delete_file",
-        "DELETE",
         "/api/files/{file_id}",
         "Delete a file and its thumbnails; refused while an open job needs it",
         CALLERS,
-        answers={204: None},
         refuses=(RefusalCode.WRONG_PHASE,),
     ),
     get_route(
@@ -196,13 +195,11 @@ KEYS = tagged(
         is_body_optional=True,
         answers={201: keys.CreatedEnrolment},
     ),
-    Route(
+    delete_route(
         "revoke_enrolment",
-        "DELETE",
         "/api/enrolments/{token_id}",
         "Revoke an enrolment token at once; keys that it created stay valid",
         OPERATORS,
-        answers={204: None},
     ),
     post_route(
         "worker_rotate",
@@ -454,13 +451,11 @@ WEBHOOKS = tagged(
         CALLERS,
         webhooks.WebhookTested,
     ),
-    Route(
+    delete_route(
         "delete_webhook",
-        "DELETE",
         "/api/webhooks/{webhook_id}",
         "Delete a webhook; pending deliveries are still tried",
         CALLERS,
-        answers={204: None},
     ),
     post_route(
         "rotate_webhook_secret",

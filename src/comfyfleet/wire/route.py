@@ -121,5 +121,9 @@ def post_route(name: str, path: str, summary: str, roles: frozenset[Role], answe
     return Route(name, "POST", path, summary, roles, answers={200: answer}, **more)
 
 
+def delete_route(name: str, path: str, summary: str, roles: frozenset[Role], **more: Any) -> Route:
+    return Route(name, "DELETE", path, summary, roles, answers={204: None}, **more)
+
+
 def tagged(tag: str, *routes: Route) -> tuple[Route, ...]:
     return tuple(msgspec.structs.replace(route, tag=tag) for route in routes)

@@ -24,6 +24,7 @@ from comfyfleet.wire.route import (
     WORKER_TAG,
     WORKERS,
     Route,
+    delete_route,
     get_route,
     post_route,
     tagged,
@@ -209,14 +210,12 @@ JOBS = tagged(
         answers={200: answers.JobDetails},
         refuses=_PHASE,
     ),
-    Route(
+    delete_route(
         "delete_job",
-        "DELETE",
         "/api/jobs/{job_id}",
         "Delete a job that has ended, with its payload and result. Cancel an open job first",
         CALLERS,
         aliases=("/jobs/{job_id}",),
-        answers={204: None},
         refuses=_PHASE,
     ),
 )
@@ -340,13 +339,11 @@ FLEET = tagged(
         OPERATORS,
         answers.WorkerList,
     ),
-    Route(
+    delete_route(
         "remove_worker",
-        "DELETE",
         "/api/workers/{worker_id}",
         "Remove a worker and its blocks. A connected worker stays excluded until it is resumed",
         OPERATORS,
-        answers={204: None},
     ),
     get_route(
         "list_blocks",
@@ -356,14 +353,7 @@ FLEET = tagged(
         answers.BlockList,
         query=bodies.OptionalPageQuery,
     ),
-    Route(
-        "lift_block",
-        "DELETE",
-        "/api/blocks/{worker_id}/{target}",
-        "Lift a block",
-        OPERATORS,
-        answers={204: None},
-    ),
+    delete_route("lift_block", "/api/blocks/{worker_id}/{target}", "Lift a block", OPERATORS),
 )
 
 WORKER = tagged(
