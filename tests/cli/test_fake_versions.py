@@ -20,7 +20,7 @@ from comfyfleet.pool.servers import PoolAgents
 
 async def _versions_of(settings: Settings) -> list[str]:
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
-        servers = await fakes(stack, settings.fake, "here", ResolvedSettings(settings, {}))
+        servers = await fakes(stack, "here", ResolvedSettings(settings, {}))
         versions = []
         for server in servers:
             async with session.get(f"{server.url}/system_stats") as answer:
@@ -29,21 +29,21 @@ async def _versions_of(settings: Settings) -> list[str]:
 
 
 async def test_fakes_take_the_given_releases_in_turn() -> None:
-    given = Settings(fake=3, fake_version=("0.3.64", "0.33.0"))
+    given = Settings(fake=("3",), fake_version=("0.3.64", "0.33.0"))
     assert await _versions_of(given) == ["0.3.64", "0.33.0", "0.3.64"]
-    assert await _versions_of(Settings(fake=1)) == ["0.7.0"]
+    assert await _versions_of(Settings(fake=("1",))) == ["0.7.0"]
 
 
 async def test_a_release_that_no_fake_can_show_is_refused_by_its_option() -> None:
     with pytest.raises(CommandFailed, match=r"fake_version.*0\.3\.40"):
-        await _versions_of(Settings(fake=1, fake_version=("0.1.0",)))
+        await _versions_of(Settings(fake=("1",), fake_version=("0.1.0",)))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01])
 async def test_fakes_load_models_as_slowly_as_they_are_told(rate: float) -> None:
-    given = ResolvedSettings(Settings(fake=1, fake_load_seconds_per_gb=rate), {})
+    given = ResolvedSettings(Settings(fake=("1",), fake_load_seconds_per_gb=rate), {})
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
-        (server,) = await fakes(stack, 1, "here", given)
+        (server,) = await fakes(stack, "here", given)
         prompt = text_to_image("sd15.safetensors", edge=64, steps=1)
         async with session.post(f"{server.url}/prompt", json={"prompt": prompt}) as answer:
             assert answer.status == 200
@@ -66,5 +66,5 @@ async def test_only_fake_servers_keep_no_journal(tmp_path: Path) -> None:
     agents = PoolAgents(print_state, journals=journals(resolved))
     async with AsyncExitStack() as stack:
         real = named(("http://127.0.0.1:9",), None, 1, alone=False)
-        fake = await fakes(stack, 1, "here", resolved)
+        fake = await fakes(stack, "here", resolved)
         assert [agents.journal_of(server) is not None for server in (*real, *fake)] == [True, False]

@@ -128,7 +128,7 @@ def test_the_help_of_a_command_fits_with_its_examples(path: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["up", "--fake", "x"], "'x' is not a valid whole number."),
+        (["up", "--fake", "x"], "'x' is neither a number below 1000 nor NAME=NUMBER"),
         (["jobs", "--since", "x"], "'x' is not a length of time. Use 30m, 12h, 7d or a number of hours."),
         (
             ["jobs", "--status", "nope"],

@@ -69,7 +69,7 @@ def test_every_setting_has_its_variable_and_tables_too(file: Path) -> None:
     found = read_settings(config=said(file, "[rules]\nmax_attempts = 7\n"), environment=environment)
     assert found.values.servers == ("http://a:1", "http://b:2")
     assert found.values.webhook_allow == ("10.0.0.0/8", "hooks.internal")
-    assert (found.values.open, found.values.fake, found.values.grace_s) == (True, 2, 1.5)
+    assert (found.values.open, found.values.fake, found.values.grace_s) == (True, ("2",), 1.5)
     assert found.limits().max_depth == 9
     assert (found.rules().lease_ttl_s, found.rules().max_attempts) == (30.0, 7)
 

@@ -22,7 +22,16 @@ from comfyfleet.cli.output import LineFormatter, echo, print_json, print_table
 _SECTIONS = {
     "Run a fleet": ("up", "hub", "worker", "demo"),
     "Jobs": ("submit", "jobs", "job", "files", "queue", "dead"),
-    "Look after a fleet": ("top", "workers", "blocks", "store", "encryption", "reconcile", "audit"),
+    "Look after a fleet": (
+        "top",
+        "workers",
+        "services",
+        "blocks",
+        "store",
+        "encryption",
+        "reconcile",
+        "audit",
+    ),
     "Keys and tenants": ("key", "tenant", "credits", "usage", "webhook"),
     "Tools": ("run", "hash", "convert", "config", "completion", "fake-comfyui", "simulate"),
 }
@@ -33,6 +42,7 @@ _MODULES = {
     "submit": ("submit",),
     "jobs": ("jobs", "job", "dead", "files"),
     "fleet": ("queue", "workers", "blocks", "top"),
+    "services": ("services",),
     "store": ("store",),
     "encryption": ("encryption",),
     "keys": ("key", "audit"),

@@ -209,7 +209,9 @@ _WORKER: dict[str, _Flag] = {
         "exactly one --server.",
     ),
     "clear_history": _switch("Remove completed jobs from the servers' history."),
-    "fake": _count("Also start this many fake servers.", least=0),
+    "fake": _many(
+        "[NAME=]N", "Also start this many fake servers: of ComfyUI, or of a connector, such as a1111=1."
+    ),
     "fake_version": _many(
         "X.Y.Z", "The ComfyUI release that fake servers behave like, in turn. Default: 0.7.0."
     ),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,19 @@ def with_services(servers: list[Server], resolved: ResolvedSettings) -> list[Ser
     return servers
 
 
+def service_workers(resolved: ResolvedSettings) -> list[Server]:
+    """A worker for each service of `up`."""
+    chosen = resolved.values
+    found: dict[str, Server] = {}
+    for given in chosen.services:
+        connector = _service(resolved, given)
+        name = f"{chosen.name or socket.gethostname()}-{given.partition('=')[0]}"
+        while name in found:
+            name = f"{name}-{len(found) + 1}"
+        found[name] = Server(id=name, slots=chosen.slots, connector=connector)
+    return list(found.values())
+
+
 def declared_in(resolved: ResolvedSettings, *, fake_beside_real: bool = False) -> Capabilities:
     """The capabilities that the settings declare for the workers of this process."""
     chosen = resolved.values
@@ -151,10 +165,52 @@ def _service(resolved: ResolvedSettings, given: str) -> Connector:
         raise resolved.wrong("services", str(error)) from error
 
 
-async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: ResolvedSettings) -> list[Server]:
+_A1111 = "comfyfleet.testing.fake_a1111:FakeA1111"
+_LANGFLOW = "comfyfleet.testing.fake_langflow:FakeLangFlow"
+_COMFY_CLOUD = "comfyfleet.testing.fake_comfy_cloud:FakeComfyCloud"
+FAKES: Mapping[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "a1111": (_A1111, lambda _: {}),
+    "langflow": (_LANGFLOW, lambda fake: {"key": fake.settings.key}),
+    "comfy_cloud": (_COMFY_CLOUD, lambda fake: {"key": fake.settings.key, "allow": ["127.0.0.1"]}),
+}
+"""By connector: the fake server, and the settings that reach it. Those of the user's real server do not count."""
+
+
+async def fakes(stack: AsyncExitStack, name: str, resolved: ResolvedSettings) -> list[Server]:
     """Starts fake servers in this process. They stop with the stack."""
-    if not count:
-        return []
+    found: list[Server] = []
+    for connector, count in resolved.fakes().items():
+        if connector == "comfyui":
+            found += await _fake_comfyuis(stack, count, name, resolved)
+        else:
+            found += [
+                await _fake_of(stack, connector, f"{name}-{connector}-fake-{number}", resolved)
+                for number in range(1, count + 1)
+            ]
+    return found
+
+
+async def _fake_of(stack: AsyncExitStack, connector: str, name: str, resolved: ResolvedSettings) -> Server:
+    """A fake server of another connector than ComfyUI's."""
+    if connector not in FAKES or connector not in connector_names():
+        known = ", ".join(each for each in FAKES if each in connector_names())
+        raise resolved.wrong(
+            "fake", f"there is no fake server of {connector!r}; choose one of: comfyui, {known}"
+        )
+    place, settings_of = FAKES[connector]
+    module, _, attribute = place.partition(":")
+    try:
+        fake = await stack.enter_async_context(getattr(importlib.import_module(module), attribute)())
+    except ImportError as error:
+        raise CommandFailed(f"cannot start a fake server of {connector!r}: {error}") from error
+    made = connect(connector, fake.url, settings_of(fake))
+    # It stops with this process, so a journal would be useless.
+    return Server(id=name, slots=resolved.values.slots, connector=made, keeps_journal=False)
+
+
+async def _fake_comfyuis(
+    stack: AsyncExitStack, count: int, name: str, resolved: ResolvedSettings
+) -> list[Server]:
     from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
     from comfyfleet.testing.fake_comfyui.pictures import PillowMissing
     from comfyfleet.testing.fake_comfyui.settings import behaviour_of

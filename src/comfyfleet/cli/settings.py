@@ -145,6 +145,14 @@ class ResolvedSettings(msgspec.Struct, frozen=True):
                 f"there is no connector {name!r} here{nearest(name, list(names()))}. Is its package missing?",
             )
 
+    def fakes(self) -> dict[str, int]:
+        """How many fake servers to start, by connector."""
+        found: dict[str, int] = {}
+        for text in self.values.fake:
+            name, _, count = text.rpartition("=")
+            found[name or "comfyui"] = found.get(name or "comfyui", 0) + int(count)
+        return found
+
     def encryption(self) -> EncryptionSettings:
         return msgspec.convert(self.values.encryption, EncryptionSettings)
 
@@ -310,6 +318,8 @@ class _Found:
                 value = value.replace(",", " ").split()
             if name == "log_level":
                 value = level_of(value)
+            if name == "fake":
+                value = _fake_counts(value, origin)
             # A variable is text and is converted; values of a file and a flag have types.
             is_text = origin.rank == 2
             try:
@@ -337,6 +347,17 @@ class _Found:
                 both = " and ".join(f"{name!r} ({at.place})" for name, at in self._database_tables.items())
                 why = f"{OLD_DATABASES!r} is the old name of {DATABASES!r}. Give only {DATABASES!r}."
                 raise CommandFailed(f"the settings {both} are the same: {why}", ExitCode.USAGE)
+
+
+def _fake_counts(given: Any, origin: Origin) -> list[str]:
+    """A number, or several with the names of their connectors. What is none needs no fake."""
+    texts = [str(each) for each in given] if isinstance(given, list | tuple) else str(given).split()
+    for text in texts:
+        if isinstance(given, bool) or not re.fullmatch(r"([a-z0-9_-]+=)?[0-9]{1,3}", text):
+            raise _wrong(
+                "fake", origin, f"{text!r} is neither a number below 1000 nor NAME=NUMBER, such as a1111=1"
+            )
+    return [text for text in texts if int(text.rpartition("=")[2])]
 
 
 def _check_database(name: str, address: Any, origin: Origin) -> None:

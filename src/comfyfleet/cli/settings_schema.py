@@ -19,7 +19,7 @@ FILE_NAME = "comfyfleet.toml"
 OLD_NAMES = {"port": ("HUB_PORT",), "ws_port": ("WS_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 """Variables of other programs that are read too."""
 LISTS = frozenset(
-    {"servers", "services", "webhook_allow", "trusted_proxies", "allow_tenants", "deny_tenants"}
+    {"servers", "services", "fake", "webhook_allow", "trusted_proxies", "allow_tenants", "deny_tenants"}
     | {"compliance", "encryption.keys", "quality_levels", "providers", "hub"}
 )
 """In the environment, commas or spaces separate the items."""
@@ -47,7 +47,7 @@ OTHERS = {
 TOGETHER = frozenset({"access_key", "secret_key", "session_token"})
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Count = Annotated[int, Meta(ge=0, le=1_000)]
+FakeCount = Annotated[str, Meta(pattern=r"^([a-z0-9_-]+=)?[0-9]{1,3}$")]
 
 
 class S3Settings(msgspec.Struct, frozen=True):
@@ -140,7 +140,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The folder of the only server, on this machine's disk. Outputs there are deleted once the hub has them."""
     clear_history: bool = False
     """Whether a worker removes its jobs from the history of its servers."""
-    fake: Count = 0
+    fake: tuple[FakeCount, ...] = ()
+    """How many fake servers, of ComfyUI or as NAME=NUMBER of another connector."""
     fake_version: tuple[str, ...] = ()
     """The ComfyUI releases that fake servers behave like, in turn."""
     fake_load_seconds_per_gb: Annotated[float, Meta(ge=0)] = 0.5

@@ -338,13 +338,16 @@ def submit_command(
 ) -> None:
     """Submit WORKFLOW files to a hub.
 
-    A WORKFLOW is a ComfyUI file in the API format or as the editor saves it, or - for standard input. Standard output
-    gets the ids of the jobs, with --watch the paths of their outputs. Everything else goes to standard error.
+    A WORKFLOW is a ComfyUI file in the API format or as the editor saves it, or - for standard input. With --service it
+    is a JSON file with the payload of that service. Standard output gets the ids of the jobs, with --watch the paths of
+    their outputs. Everything else goes to standard error.
     """
     from comfyfleet.cli.hub_connection import ask
     from comfyfleet.cli.run import WorkflowDraft
+    from comfyfleet.model.payload import COMFYUI
 
-    drafts = [(workflow.name, WorkflowDraft(workflow, changes)) for workflow in workflows]
+    service = flags["service"] or COMFYUI
+    drafts = [(workflow.name, WorkflowDraft(workflow, changes, service)) for workflow in workflows]
     if quote and (watch or attachments or count > 1):
         raise click.UsageError("--quote submits nothing: leave out --watch, --attach and --count.")
     source = click.get_current_context().get_parameter_source
@@ -411,8 +414,8 @@ def _inputs(draft: WorkflowDraft, attachments: tuple[str, ...], outputs: tuple[s
     from comfyfleet.cli.run import attached_file, taken_output
 
     return {
-        "attach": dict(attached_file(draft.graph, text) for text in attachments),
-        "inputs": [taken_output(draft.graph, text) for text in outputs],
+        "attach": dict(attached_file(draft, text) for text in attachments),
+        "inputs": [taken_output(draft, text) for text in outputs],
     }
 
 
@@ -427,6 +430,7 @@ async def _submit(
 ) -> list[str]:
     from comfyfleet.cli.watch import ProgressBar
     from comfyfleet.model.errors import Refusal
+    from comfyfleet.model.payload import COMFYUI
 
     if len(graphs) == 1:
         jobs = [await client.submit(graphs[0][1], reference=reference, **options)]
@@ -456,5 +460,6 @@ async def _submit(
     for job in jobs:
         echo(f"submitted {job.id}" if is_watched else job.id, err=is_watched)
         for node, seed in (job.seeds or {}).items():
-            echo(f"node {node} uses the seed {seed}", err=True)
+            name = f"node {node}" if options.get("service") in (None, COMFYUI) else node
+            echo(f"{name} uses the seed {seed}", err=True)
     return [job.id for job in jobs]

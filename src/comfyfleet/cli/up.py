@@ -30,6 +30,7 @@ DRAIN_MESSAGE = "Draining: running jobs may finish. Press Ctrl-C again to stop a
 @command("up")
 @settings(
     "servers",
+    "services",
     "fake",
     "fake_version",
     "fake_load_seconds_per_gb",
@@ -43,9 +44,9 @@ DRAIN_MESSAGE = "Draining: running jobs may finish. Press Ctrl-C again to stop a
 def up_command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     """Run a hub and work on its jobs, until Ctrl-C or SIGTERM.
 
-    One process has an embedded SQLite store, the API, a status page, and a worker for each --server. Without --server
-    and --fake it finds ComfyUI servers on ports 8188 to 8199 of this machine, also those that start later. The first
-    signal lets running jobs finish, the second returns them to the queue at once.
+    One process has an embedded SQLite store, the API, a status page, and a worker for each --server and --service.
+    Without --server, --service and --fake it finds ComfyUI servers on ports 8188 to 8199 of this machine, also those
+    that start later. The first signal lets running jobs finish, the second returns them to the queue at once.
     """
     from comfyfleet.cli.settings import read_settings
 
@@ -83,16 +84,26 @@ async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequenc
 
     from comfyfleet.cli.bootstrap import greet, run_hub
     from comfyfleet.cli.process import Signals
-    from comfyfleet.cli.servers import declared_in, declaring, fakes, journals, named, print_state
+    from comfyfleet.cli.servers import (
+        declared_in,
+        declaring,
+        fakes,
+        journals,
+        named,
+        print_state,
+        service_workers,
+    )
     from comfyfleet.pool.servers import PoolAgents
     from comfyfleet.worker.settings import AgentSettings
 
     chosen = resolved.values
     declared = declared_in(resolved, fake_beside_real=fake_beside_real)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not chosen.fake)
+    resolved.check_connectors()
+    servers += service_workers(resolved)
     with Signals() as signals:
         async with AsyncExitStack() as stack:
-            servers += await fakes(stack, chosen.fake, chosen.name or socket.gethostname(), resolved)
+            servers += await fakes(stack, chosen.name or socket.gethostname(), resolved)
             entered = await signals.before(stack.enter_async_context(run_hub(resolved)), 1)
             if entered is None:
                 return signals.received

@@ -155,7 +155,7 @@ async def _work(
     name = chosen.name or this_process()
     with Signals() as signals:
         async with AsyncExitStack() as stack:
-            servers += await fakes(stack, chosen.fake, name, resolved)
+            servers += await fakes(stack, name, resolved)
             servers += _simulated(simulated, chosen.name, chosen.slots)
             servers = declaring(servers, declared)
             if _takes_from_store(resolved):

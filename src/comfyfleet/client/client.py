@@ -350,6 +350,10 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
 
     # workers
 
+    async def services(self) -> Sequence[answers.ServiceBody]:
+        """The services that jobs can be submitted to, with the schemas of their payloads."""
+        return (await self._link.ask("list_services", answers.ServiceList)).services
+
     async def workers(self) -> Sequence[answers.WorkerBody]:
         return (await self._link.ask("list_workers", answers.WorkerList)).workers
 

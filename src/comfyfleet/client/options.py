@@ -12,7 +12,8 @@ import msgspec
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult, Urgency
-from comfyfleet.model.workflow import read_workflow_file, workflow_in
+from comfyfleet.model.payload import COMFYUI
+from comfyfleet.model.workflow import read_payload_file, read_workflow_file, workflow_in
 from comfyfleet.wire.bodies import (
     InputBody,
     PreferencesBody,
@@ -25,7 +26,8 @@ from comfyfleet.wire.bodies import (
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
 WorkflowLike = Mapping[str, Any] | str | Path
-"""A graph in API or editor format, or the path of a JSON file or picture that contains one."""
+"""A graph in API or editor format, or the path of a JSON file or picture that contains one. With another `service`
+than ComfyUI its payload, or the path of a JSON file."""
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -95,6 +97,18 @@ def read_workflow(workflow: WorkflowLike) -> dict[str, Any]:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"cannot read {path}: {error.strerror}") from error
 
 
+def read_payload(payload: WorkflowLike) -> dict[str, Any]:
+    """Of another service than ComfyUI: the object itself, or the path of a JSON file."""
+    if isinstance(payload, Mapping):
+        return dict(payload)
+    path = Path(payload)
+    try:
+        with path.open("rb") as file:
+            return read_payload_file(file, str(path))
+    except OSError as error:
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"cannot read {path}: {error.strerror}") from error
+
+
 def submission(workflow: WorkflowLike, options: SubmitOptions) -> SubmitBody:
     given: dict[str, Any] = dict(options)
     given["after"] = tuple(options.get("after", ()))
@@ -102,7 +116,9 @@ def submission(workflow: WorkflowLike, options: SubmitOptions) -> SubmitBody:
         given["inputs"] = msgspec.convert(list(options.get("inputs", ())), tuple[InputBody, ...])
     except msgspec.ValidationError as error:
         raise Refusal(RefusalCode.INVALID_REQUEST, f"the inputs are not valid: {error}") from error
-    return SubmitBody({"workflow": read_workflow(workflow)}, **given)
+    if options.get("service") in (None, COMFYUI):
+        return SubmitBody({"workflow": read_workflow(workflow)}, **given)
+    return SubmitBody(read_payload(workflow), **given)
 
 
 def attached_to(target: str, file_id: str) -> InputBody:

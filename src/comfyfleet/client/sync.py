@@ -66,6 +66,7 @@ class SyncFleetClient(BlockingFacade):
     dead_letter = blocking(FleetClient.dead_letter)
     retry_dead = blocking(FleetClient.retry_dead)
     purge_dead = blocking(FleetClient.purge_dead)
+    services = blocking(FleetClient.services)
     workers = blocking(FleetClient.workers)
     worker = blocking(FleetClient.worker)
     drain_worker = blocking(FleetClient.drain_worker)

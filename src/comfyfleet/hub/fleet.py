@@ -192,6 +192,22 @@ class FleetHandlers:
         before = bodies.seconds_of(call.data.before)
         return Reply(200, answers.PurgeAnswer(await self._engine.purge_dead_letter(before, call.data.limit)))
 
+    async def list_services(self, call: HubRequest[bodies.OptionalPageQuery]) -> Reply:
+        scope = call.caller.scope
+        workers = Counter(
+            name
+            for worker in await self._engine.workers()
+            if not worker.is_offline and is_known_to(worker.capabilities.tenant_access, scope)
+            for name in {service.name for service in worker.capabilities.services}
+        )
+        schemas = {name: each.json_schema() for name, each in self._engine.payloads.formats.items()}
+        found = [
+            answers.ServiceBody(name, workers[name], schemas.get(name))
+            for name in sorted(schemas.keys() | workers)
+        ]
+        page, cursor = page_of(found, call.data, lambda service: service.name)
+        return Reply(200, answers.ServiceList(tuple(page), cursor))
+
     async def list_workers(self, call: HubRequest[bodies.WorkersQuery]) -> Reply:
         found = await workers_seen(self._engine, call.caller)
         wanted = call.data.status

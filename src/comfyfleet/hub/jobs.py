@@ -30,6 +30,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.estimate import JobEstimate
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash, traceparent_of
 from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.workflow_graph import check_workflow, decoded_graph
 from comfyfleet.policy.quotes import KNOWN_AFTER_RUNS
 from comfyfleet.ports import FileStore
@@ -137,6 +138,12 @@ class JobHandlers:
 
     async def convert(self, call: HubRequest[bodies.ConvertBody]) -> Reply:
         workflow, is_large = call.data.workflow, call.is_large
+        if call.data.service not in (None, COMFYUI):
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"a payload of the service {call.data.service!r} is not converted: submit it as it is",
+                field="service",
+            )
         if is_editor_workflow(workflow):
             workflow, is_large = await self._engine.convert(workflow, call.caller.owner), True
         # The answer for a graph is the graph itself, after the same checks as a submission.

@@ -21,7 +21,7 @@ from comfyfleet.hub.html import page
 from comfyfleet.hub.http.pipeline import HubRequest, Reply
 from comfyfleet.model.calls import JobFilter
 from comfyfleet.wire import answers
-from comfyfleet.wire.openapi import document
+from comfyfleet.wire.openapi import document, with_payloads
 from comfyfleet.wire.route import FLEET_VIEWERS, Route
 
 _RECENT = 20
@@ -34,7 +34,9 @@ class PageHandlers:
         self._engine = engine
         self._stats = stats
         self._version = version
-        self._document = document(routes, version)
+        # Only the hub's process knows which connectors are installed.
+        schemas = {name: each.json_schema() for name, each in engine.payloads.formats.items()}
+        self._document = with_payloads(document(routes, version), schemas)
 
     async def status_page(self, call: HubRequest[None]) -> HTMLResponse:
         engine = self._engine

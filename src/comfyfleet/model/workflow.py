@@ -227,6 +227,20 @@ def read_workflow_file(file: BinaryIO, shown: str) -> dict[str, Any]:
     return _from_texts(texts, shown)
 
 
+def read_payload_file(file: BinaryIO, shown: str) -> dict[str, Any]:
+    """Read the payload of another service than ComfyUI: a JSON object. Raises `InvalidWorkflow`."""
+    content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES or _values_in(content) > MAX_VALUES:
+        raise InvalidWorkflow(f"{shown} is too large for a payload: send large parts as files of the hub.")
+    try:
+        found = decode_workflow(content)
+    except InvalidWorkflow as error:
+        raise InvalidWorkflow(f"{shown}: {error.message.replace('workflow', 'payload', 1)}") from error
+    if not isinstance(found, dict):
+        raise InvalidWorkflow(f"{shown} contains no payload: its top level is not an object.")
+    return found
+
+
 def workflow_in(found: Mapping[str, Any]) -> dict[str, Any]:
     """The workflow in `{"workflow": …}`, in `{"prompt": …}` (a request to ComfyUI), or the object itself. The prompt
     has precedence, because servers run it unchanged."""

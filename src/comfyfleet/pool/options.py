@@ -16,9 +16,10 @@ import msgspec
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Attachment, Timeouts
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.worker import Capabilities
-from comfyfleet.model.workflow import read_workflow_file, workflow_in
+from comfyfleet.model.workflow import read_payload_file, read_workflow_file, workflow_in
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Connector
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
@@ -98,6 +99,7 @@ JOB: Rulebook = {
     "on_deadline": _Rule(lambda value: value in ("fail", "flag"), "'fail' or 'flag'"),
     "urgency": _Rule(_kind(str), "a text"),
     "requirements": _Rule(_none_or(_kind(Requirements)), "a Requirements"),
+    "service": _TEXT,
     "preferences": _Rule(_none_or(_kind(Preferences)), "a Preferences"),
     "require_workable": _FLAG,
 }
@@ -168,7 +170,8 @@ Seconds = float | timedelta
 
 AffinityMode = Literal["require", "prefer"]
 
-# Most jobs have no timeouts and share this value.
+# Most jobs have no requirements and no timeouts and share these values.
+_NO_REQUIREMENTS = Requirements()
 _NO_TIMEOUTS = Timeouts()
 
 
@@ -181,7 +184,7 @@ class Server(msgspec.Struct, frozen=True):
     capabilities: Capabilities | None = None
     """Declared capabilities such as region, cost and tenants. They override discovered ones."""
     connector: Connector | None = None
-    """Replaces the ComfyUI connector."""
+    """Replaces the ComfyUI connector. It may be of another service."""
     more: tuple[Connector, ...] = ()
     """Connectors of further services of the same worker."""
     headers: dict[str, str] = {}
@@ -242,6 +245,32 @@ def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"there is no workflow file {path}") from None
     except OSError as error:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_payload(payload: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """The payload of another service than ComfyUI: the object itself, or the one in a JSON file."""
+    if isinstance(payload, Mapping):
+        return dict(payload)
+    path = Path(payload)
+    try:
+        with path.open("rb") as file:
+            return read_payload_file(file, str(path))
+    except OSError as error:
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} cannot be read: {error.strerror}") from error
+
+
+def of_service(needs: Requirements | None, service: str | None) -> Requirements:
+    """The requirements with the service."""
+    if needs is None:
+        return _NO_REQUIREMENTS if service is None else Requirements(service=service)
+    if service is None or service == needs.service:
+        return needs
+    if needs.service != COMFYUI:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"the requirements name the service {needs.service!r}, and the job {service!r}: name one of them",
+        )
+    return msgspec.structs.replace(needs, service=service)
 
 
 def routed(

@@ -22,6 +22,7 @@ from comfyfleet.model.estimate import Quote
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Attachment, JobResult, OutputFile, Submission, Urgency
+from comfyfleet.model.payload import COMFYUI
 from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.workflow_hash import hash_workflow
 from comfyfleet.policy.failover import FailoverStrategy
@@ -40,6 +41,8 @@ from comfyfleet.pool.options import (
     check,
     check_outputs,
     checked,
+    of_service,
+    read_payload,
     read_workflow,
     routed,
     seconds,
@@ -67,8 +70,8 @@ from comfyfleet.worker.settings import AgentSettings, AgentState
 
 _LOG = logging.getLogger(__name__)
 
-# Most jobs have neither and share these values.
-_NO_REQUIREMENTS, _NO_PREFERENCES = Requirements(), Preferences()
+# Most jobs have none and share this value.
+_NO_PREFERENCES = Preferences()
 
 
 class WorkflowPool:
@@ -231,11 +234,13 @@ class WorkflowPool:
         deadline: float | None = None,
         on_deadline: Literal["fail", "flag"] = "fail",
         urgency: Urgency = "normal",
+        service: str | None = None,
         requirements: Requirements | None = None,
         preferences: Preferences | None = None,
         require_workable: bool = False,
     ) -> str:
-        """Submit a job and return its id at once. The workflow is a graph, or a path to one.
+        """Submit a job and return its id at once. The workflow is a graph, or a path to one. With another
+        `service` than ComfyUI it is that service's payload.
 
         `preferred_client_ids` restricts the job to these servers (`affinity_mode="prefer"` waits a little for them,
         then takes any). It overrides an affinity of the workflow. `seed: -1` becomes a random seed, which the record
@@ -244,12 +249,11 @@ class WorkflowPool:
         """
         check(JOB, locals())
         self._must_be_open()
-        graph = read_workflow(workflow)
-        if is_editor_workflow(graph):
-            graph = await self.convert(graph)
-        check_outputs(include_outputs, graph)
-        needs, ranking = requirements or _NO_REQUIREMENTS, preferences or _NO_PREFERENCES
-        affinity = self._affinities.get(hash_workflow(graph)) if self._affinities else None
+        needs, ranking = of_service(requirements, service), preferences or _NO_PREFERENCES
+        graph = await self._payload(workflow, needs.service)
+        if needs.service == COMFYUI:
+            check_outputs(include_outputs, graph)
+        affinity = self._affinities.get(self._hash(graph, needs.service)) if self._affinities else None
         if affinity is not None and not preferred_client_ids:
             excluded_client_ids = (*affinity.excluded_client_ids, *excluded_client_ids)
             preferred_client_ids, affinity_mode = affinity.preferred_client_ids, affinity.mode
@@ -279,22 +283,34 @@ class WorkflowPool:
         self._notices.enqueued(submitted, public_id, needs, metadata)
         return public_id
 
+    async def _payload(self, given: Mapping[str, Any] | str | Path, service: str) -> dict[str, Any]:
+        if service != COMFYUI:
+            return read_payload(given)
+        graph = read_workflow(given)
+        return await self.convert(graph) if is_editor_workflow(graph) else graph
+
+    def _hash(self, payload: dict[str, Any], service: str) -> str:
+        if service == COMFYUI:
+            return hash_workflow(payload)
+        return self._engine.payloads.read(service, payload).workflow_hash
+
     async def quote(
         self,
         workflow: Mapping[str, Any] | str | Path,
         *,
         priority: int = 0,
+        service: str | None = None,
         requirements: Requirements | None = None,
         preferences: Preferences | None = None,
     ) -> Quote:
         """When a job would start and end, and how long it would run. Nothing is submitted."""
         self._must_be_open()
-        graph = read_workflow(workflow)
+        needs = of_service(requirements, service)
         return await self._engine.quote(
             Submission(
-                await self.convert(graph) if is_editor_workflow(graph) else graph,
+                await self._payload(workflow, needs.service),
                 priority=priority,
-                requirements=requirements or _NO_REQUIREMENTS,
+                requirements=needs,
                 preferences=preferences or _NO_PREFERENCES,
             )
         )

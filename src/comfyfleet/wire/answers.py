@@ -161,6 +161,19 @@ class StatsBody(QueueStats, frozen=True, omit_defaults=True):
     """For a tenant's key: how many of its newest jobs were counted. Absent: all jobs were."""
 
 
+class ServiceBody(_Answer, frozen=True, omit_defaults=False):
+    name: str
+    workers: int
+    """How many connected workers offer the service."""
+    payload_schema: dict[str, Any] | None = None
+    """The JSON Schema of the `payload` of its jobs. Null: the hub takes any JSON object."""
+
+
+class ServiceList(_Answer, frozen=True):
+    services: tuple[ServiceBody, ...]
+    cursor: str | None = None
+
+
 class WorkerBody(_Answer, frozen=True, omit_defaults=False):
     id: str
     status: WorkerStatus

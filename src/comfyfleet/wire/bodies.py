@@ -118,6 +118,8 @@ class ConvertBody(_Sent, frozen=True):
     """The request has the editor's format, the answer the graph that servers run."""
 
     workflow: dict[str, Any]
+    service: Name | None = None
+    """Only `comfyui`: payloads of other services are submitted as they are."""
 
 
 class WebhookBody(_Sent, frozen=True):

@@ -129,6 +129,9 @@ BODIES: dict[str, Any] = {
     "HealthBody": {"status": "ok", "version": "0.1.0"},
     "KeyBody": {"role": "tenant", "name": "web shop", "tenant": "acme"},
     "MoveBody": {"database": "default"},
+    "ServiceList": {
+        "services": [{"name": "simulated", "workers": 1, "payload_schema": {"type": "object"}}],
+    },
     "PayloadBody": {"id": _JOB, "payload": {"workflow": _WORKFLOW}, "service": "comfyui", "priority": 10},
     "ProgressBody": {"id": _JOB, "status": "leased", "percentage": 40.0, "node": "1", "worker_id": "gpu-a"},
     "PurgeBody": {"before": _AT, "limit": 1000},

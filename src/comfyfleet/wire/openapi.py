@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import typing
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -43,6 +45,9 @@ _HEADERS = {
     ),
     "Last-Event-ID": ("^[0-9]{0,15}$", "Continue after this event.", "3"),
 }
+
+_UNNAMED = re.compile(r"[^A-Za-z0-9._-]")
+"""What the name of a component cannot have."""
 
 _BYTES = {"*/*": {"schema": {"type": "string", "format": "binary", "description": "The bytes of the file."}}}
 
@@ -93,6 +98,27 @@ def document(routes: tuple[Route, ...], version: str) -> dict[str, Any]:
     for name, known in _KNOWN_NAMES.items():
         text = text.replace(f'/{name}"', f'/{known}"').replace(f'"{name}"', f'"{known}"')
     return msgspec.json.decode(text, type=dict[str, Any])
+
+
+def with_payloads(found: dict[str, Any], schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """A copy of the document with the schema of the payloads of each service beside the others."""
+    if not schemas:
+        return found
+    copy = msgspec.json.decode(msgspec.json.encode(found), type=dict[str, Any])
+    components = copy["components"]["schemas"]
+    names = {}
+    for service, schema in sorted(schemas.items()):
+        names[service] = name = f"Payload_{_UNNAMED.sub('_', service)}"
+        # Its parts become schemas of the document, because a reference starts at the document.
+        text = msgspec.json.encode(schema).decode().replace('"#/$defs/', f'"{_REF.format(name=name)}.')
+        own = msgspec.json.decode(text, type=dict[str, Any])
+        components |= {f"{name}.{part}": each for part, each in own.pop("$defs", {}).items()}
+        components[name] = {**own, "title": f"Payload of {service}"}
+    for body in ("SubmitBody", "PayloadBody"):
+        payload = components[body]["properties"]["payload"]
+        words = ", ".join(f"`{service}`: {name}" for service, name in names.items())
+        payload["description"] += f" Its schema depends on the service: {words}."
+    return copy
 
 
 def _types(routes: tuple[Route, ...]) -> list[Any]:

@@ -1,7 +1,6 @@
 """The table of routes for jobs, the queue, the fleet and workers: roles, body, answers and problems of each.
 
-`admin_routes.py` has the other half, and `ROUTES` joins both. The OpenAPI document, docs/protocol.md and the tests of
-roles are generated from `ROUTES`. The hub binds a handler to each name.
+`admin_routes.py` has the other half. The hub, the OpenAPI document, docs/protocol.md and tests are made from `ROUTES`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ _SUBMIT = (
     RefusalCode.DUPLICATE_DIFFERS,
     RefusalCode.QUEUE_FULL,
 )
-
 _RETRY = (*_PHASE, RefusalCode.CREDITS_SHORT, RefusalCode.QUEUE_FULL, RefusalCode.TOO_LARGE)
 
 
@@ -278,6 +276,14 @@ FLEET = tagged(
         answers={200: None},
         takes_token=True,
         streams=True,
+    ),
+    get_route(
+        "list_services",
+        "/api/services",
+        "List services with the schema of their payloads: those that the hub can read, and others that workers offer",
+        JOB_READERS,
+        answers.ServiceList,
+        query=bodies.OptionalPageQuery,
     ),
     get_route(
         "list_workers",
