@@ -209,7 +209,8 @@ def test_what_cannot_be_seeked_in_is_read_too() -> None:
         (b"GIF89a" + bytes(60), "a GIF picture"),
         (bytes(100), "a binary file of another kind"),
         (b"hello", "text that is not JSON"),
-        (b"[1, 2]", "its top level is a list"),
+        (b"[1, 2]", "its top level is a list, not an object. Pass a file saved with 'Export (API)'"),
+        (b"null\n", "its top level is a single value, not an object."),
         (b'{"1": ', "is not valid JSON: it ends too early, in line 1. Save the whole file again"),
         (b'{"1": {"class_type": "A",\n  "inputs": {"x": 1,}}}', "trailing comma in object in line 2, column"),
     ],
@@ -225,6 +226,14 @@ def test_a_picture_without_a_workflow_says_so() -> None:
         assert told == f"{name} carries no workflow: it was saved without metadata. {NEXT_STEP}"
     assert "another program saved it" in refused(png(parameters="a cat, Steps: 20"))
     assert "carries a prompt that is not a workflow" in refused(png(prompt=PROMPT[:-5]))
+
+
+def test_a_picture_that_ends_too_early_keeps_its_workflow_or_is_told_as_truncated() -> None:
+    whole = png(prompt=PROMPT)
+    assert read(whole[:-20]) == GRAPH
+    for cut in (saved("PNG")[:-20], SIGNATURE, SIGNATURE + b"garbage that is no chunk"):
+        told = refused(cut)
+        assert told == "cat.png cannot be read as a PNG file: it is truncated: copy or download it again."
 
 
 # --- hostile files -------------------------------------------------------------------------------------------------

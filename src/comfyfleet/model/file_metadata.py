@@ -13,6 +13,7 @@ from enum import Enum
 from typing import BinaryIO
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024
+_TRUNCATED = "it is truncated: copy or download it again"
 _MAX_PARTS = 100_000
 _MAX_TEXTS = 200
 _MAX_NAME = 200
@@ -88,7 +89,7 @@ def _read(file: _File, size: int) -> bytes:
         raise BadFile(f"a part of its metadata claims {size} bytes, more than {MAX_TEXT_BYTES}")
     content = file.read(size)
     if len(content) < size:
-        raise BadFile("it is truncated")
+        raise BadFile(_TRUNCATED)
     return content
 
 
@@ -106,14 +107,19 @@ def _unpacked(content: bytes) -> bytes:
 
 def _png(file: _File) -> Iterator[tuple[str, str]]:
     file.seek(8)
+    has_texts = False
     while file.step():
         header = file.read(8)
         if len(header) < 8:
+            # The texts come before the pixels, so a picture without its end may still have them.
+            if not has_texts:
+                raise BadFile(_TRUNCATED)
             return
         size, kind = struct.unpack(">I4s", header)
         if kind == b"IEND":
             return
         if kind in (b"tEXt", b"zTXt", b"iTXt"):
+            has_texts = True
             yield _png_text(kind, _read(file, size))
             file.seek(4, 1)
         elif kind == b"eXIf":

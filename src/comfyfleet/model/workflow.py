@@ -269,7 +269,7 @@ def _from_json(content: bytes, head: bytes, shown: str) -> dict[str, Any]:
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         content = content.decode("utf-16", "replace").encode()
     start = content.removeprefix(codecs.BOM_UTF8).lstrip()[:_HEAD]
-    if start[:1] not in b'{["':
+    if start[:1] not in b'{["' and start.strip() not in (b"null", b"true", b"false"):
         raise InvalidWorkflow(
             f"{shown} contains no workflow: it is {_what(start, head)}. Pass a JSON file of ComfyUI, or a picture that "
             "ComfyUI saved."
@@ -284,7 +284,9 @@ def _from_json(content: bytes, head: bytes, shown: str) -> dict[str, Any]:
         raise InvalidWorkflow(f"{shown}: {error}") from error
     if not isinstance(found, dict):
         what = "a list" if isinstance(found, list) else "a single value"
-        raise InvalidWorkflow(f"{shown} contains no workflow: its top level is {what}, not an object.")
+        raise InvalidWorkflow(
+            f"{shown} contains no workflow: its top level is {what}, not an object. Pass a file saved with {EXPORT}."
+        )
     return workflow_in(found)
 
 
