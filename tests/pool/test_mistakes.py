@@ -29,8 +29,10 @@ async def test_wrong_arguments_are_refused_in_words(tmp_path: Path) -> None:
         ):
             with pytest.raises(Refusal, match=words):
                 await it.pool.enqueue(text_to_image(), **wrong)
-        with pytest.raises(Refusal, match="no workflow file"):
+        with pytest.raises(Refusal, match=r"no workflow file not-there\.json in the folder /"):
             await it.pool.enqueue("not-there.json")
+        with pytest.raises(Refusal, match=r"no workflow file /.*/not-there\.json$"):
+            await it.pool.enqueue(tmp_path / "not-there.json")
         with pytest.raises(Refusal, match="cannot be read"):
             await it.pool.enqueue(tmp_path)
         with pytest.raises(Refusal, match="no job"):

@@ -94,6 +94,19 @@ async def test_a_single_missed_check_is_forgiven() -> None:
     assert api.named("unregister") == ["stopped"]
 
 
+async def test_a_server_that_says_nothing_is_told_in_words() -> None:
+    """As where another program listens on the port."""
+
+    class Silent(SimulatedConnector):
+        async def open(self) -> None:
+            await asyncio.Event().wait()
+
+    server = MonitoredServer(Silent(), quick(open_timeout_s=0.01))
+    await server.check()
+    assert "does not answer in time. Is the address right" in server.reason
+    assert "TimeoutError" not in server.reason
+
+
 async def test_one_of_two_services_can_be_lost_alone() -> None:
     api, pictures, words = ScriptedApi(), SimulatedConnector("comfyui"), SimulatedConnector("langflow")
     async with running(api, pictures, words) as agent:

@@ -242,7 +242,8 @@ def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return read_workflow_file(file, str(path))
     except FileNotFoundError:
-        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"there is no workflow file {path}") from None
+        folder = "" if path.is_absolute() else f" in the folder {Path.cwd()}"
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"there is no workflow file {path}{folder}") from None
     except OSError as error:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} cannot be read: {error.strerror}") from error
 

@@ -213,7 +213,12 @@ class MonitoredServer:
                 is_healthy = await self.connector.check_health()
         except Exception as error:
             self.defect = None
-            self.reason = f"{self._where} does not answer ({_text(error)})"
+            if isinstance(error, TimeoutError) and not str(error):
+                self.reason = (
+                    f"{self._where} does not answer in time. Is the address right, or is the machine busy?"
+                )
+            else:
+                self.reason = f"{self._where} does not answer ({_text(error)})"
             return False
         if is_healthy:
             self.defect = None
