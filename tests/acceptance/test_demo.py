@@ -118,6 +118,15 @@ def test_an_interrupted_demo_ends_at_once_and_leaves_nothing_behind(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_in_a_narrow_window_names_and_headings_of_the_report_stay_whole(tmp_path: Path) -> None:
+    ended = run_cli("demo", "--once", *FASTER, "--out", tmp_path / "out", env={"COLUMNS": "60"})
+    assert ended.returncode == 0, ended.stderr
+    table = ended.stdout.partition("Who ran what")[2].partition("Blocks")[0]
+    assert table.split("\n")[1].split()[:4] == ["server", "SDXL", "SD", "1.5"]
+    assert re.findall(r"^gpu-[abcd]\b", table, re.MULTILINE) == ["gpu-a", "gpu-b", "gpu-c", "gpu-d"]
+    assert "…" not in table and max(map(len, table.split("\n"))) <= 60
+
+
 def test_a_demo_that_nobody_watches_any_more_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with started(*CLI, "demo", *FREE, env={"TMPDIR": str(tmp_path)}) as process:
         read_until(process, lambda line: line.startswith("gpu-d"))

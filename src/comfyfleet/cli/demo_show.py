@@ -341,7 +341,7 @@ class DemoReport:
                 self._shown = path
 
     def print(self, console: Console) -> None:
-        console.print(self._who_ran_what())
+        console.print(self._who_ran_what(console.width))
         console.print(self._what_was_blocked())
         console.print(self._what_was_retried(console.width))
         console.print()
@@ -390,7 +390,7 @@ class DemoReport:
         else:
             console.print(counted, style="bold red")
 
-    def _who_ran_what(self) -> Table:
+    def _who_ran_what(self, width: int) -> Table:
         ran = Counter(
             (record.worker_id, _label(record, "kind"))
             for record in self.records
@@ -405,14 +405,16 @@ class DemoReport:
         table = Table(
             title="Who ran what", title_justify="left", title_style="bold", box=None, pad_edge=False
         )
-        table.add_column("server", style="bold")
-        for heading in (*KINDS, "jobs", "failed", "used", "loads", "swaps", "crashes"):
+        # All columns need 79; what happened to the servers is also in the lines and tables around this one.
+        about_loads = () if width < _NARROW else ("loads", "swaps", "crashes")
+        table.add_column("server", style="bold", no_wrap=True)
+        for heading in (*KINDS, "jobs", "failed", "used", *about_loads):
             table.add_column(heading, justify="right")
         for card in CARDS:
             fake = self._fakes[card.id]
             counts = [ran[card.id, kind] for kind in KINDS]
             numbers = [*counts, sum(counts), failed[card.id]]
-            loads = [fake.model_loads, fake.model_swaps, fake.crashes]
+            loads = [fake.model_loads, fake.model_swaps, fake.crashes][: len(about_loads)]
             used = f"{self._used(card.id):.0%}"
             table.add_row(card.id, *map(_count, numbers), used, *map(_count, loads))
         return table
