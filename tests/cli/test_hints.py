@@ -137,3 +137,19 @@ def test_a_folder_for_outputs_needs_somebody_who_waits_for_them(
     ended = run("submit", workflow, "--out", tmp_path / "out")
     assert ended.code == 2 and "--out needs --watch" in ended.errors
     assert not (tmp_path / "out").exists()
+
+
+def test_a_data_folder_in_which_no_hub_was_started_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder that is named relative to another one, or misspelled."""
+    monkeypatch.delenv("COMFYFLEET_HUB")
+    monkeypatch.delenv("COMFYFLEET_KEY")
+    # Port 3001 may be that of a working hub.
+    monkeypatch.setattr("comfyfleet.cli.hub_connection.DEFAULT_URL", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    ended = run("jobs", "--data", "tenants-trail")
+    assert ended.code == 4
+    assert f"No hub was started with the data folder {tmp_path / 'tenants-trail'}." in ended.errors
+    write_hub(tmp_path, LocalHub("http://127.0.0.1:9", "cfk_0_0"))
+    assert "No hub was started" not in run("jobs").errors

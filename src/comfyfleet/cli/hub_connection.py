@@ -19,7 +19,7 @@ import msgspec
 
 from comfyfleet import private_files
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, run
-from comfyfleet.cli.settings import ResolvedSettings, read_settings
+from comfyfleet.cli.settings import DEFAULT, ResolvedSettings, read_settings
 from comfyfleet.client import discovery
 from comfyfleet.client.client import FleetClient
 from comfyfleet.client.connection import HubAway
@@ -248,5 +248,9 @@ def ask(
         if resolved.values.hub:
             raise
         # No setting names a hub, so this is the one of this machine.
-        known = "one here" if read_hub(resolved.data) is None else "it"
-        raise Fault(f"{error} `comfyfleet up` starts {known}; --hub names another.") from error
+        known, missing = "it", ""
+        if read_hub(resolved.data) is None:
+            known = "one here"
+            if resolved.origin("data") is not DEFAULT:
+                missing = f" No hub was started with the data folder {resolved.data.absolute()}."
+        raise Fault(f"{error}{missing} `comfyfleet up` starts {known}; --hub names another.") from error
