@@ -16,6 +16,7 @@ from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult
 from comfyfleet.ports import Connector, OutputSource
 from comfyfleet.testing.contract.connector import ConnectorContract, MakeScene
+from comfyfleet.testing.contract.connector_plugin import ConnectorPluginContract
 from comfyfleet.testing.contract.connector_scene import (
     ConnectorFault,
     ConnectorScene,
@@ -24,7 +25,8 @@ from comfyfleet.testing.contract.connector_scene import (
 )
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings, NodeFault
 from comfyfleet.testing.faulty_proxy import FaultyProxy, ProxyMode
-from comfyfleet.worker.connectors.comfyui import ComfyUI
+from comfyfleet.worker.connectors.comfyui import PLUGIN, ComfyUI
+from comfyfleet.worker.connectors.comfyui.payload import ComfyUIFormat
 
 MODEL = "sd15.safetensors"
 _STATES: dict[str | None, RunState] = {"success": "completed", "error": "failed", "interrupted": "stopped"}
@@ -48,6 +50,7 @@ CANNOT = {ConnectorFault.OUT_OF_CREDITS: "a ComfyUI server asks for no money"}
 class ComfyUIScene(ConnectorScene):
     service = "comfyui"
     promise = DeliveryPromise.EXACTLY_ONCE
+    payload_format = ComfyUIFormat()
     secret = "the-secret-key"
     cannot = CANNOT
 
@@ -168,3 +171,26 @@ class TestComfyUIConnector(ConnectorContract):
     @pytest.fixture
     def make_scene(self) -> MakeScene:
         return ComfyUIScene
+
+
+def _picture(color: int, seed: int = 7) -> dict[str, Any]:
+    graph = ComfyUIScene().payload(color)
+    graph["3"]["inputs"]["seed"] = seed
+    return graph
+
+
+class TestComfyUIPlugin(ConnectorPluginContract):
+    plugin = PLUGIN
+    address = "http://127.0.0.1:9"
+    wrong_addresses = ("", "ftp://host", "http://")
+    same = (_picture(1), _picture(2, seed=8))
+    other = (
+        {"1": _picture(1)["1"], "2": _picture(1)["2"]},
+        {**_picture(1), "8": {"class_type": "PreviewImage", "inputs": {"images": ["7", 0]}}},
+        {**_picture(1), "5": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "other.ckpt"}}},
+    )
+    wrong = (
+        ("class_type", {"1": {"inputs": {}}}),
+        ("inputs", {"1": {"class_type": "EmptyImage", "inputs": 7}}),
+        ("2", {"2": {"class_type": "SaveImage", "inputs": {"images": ["9", 0]}}}),
+    )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from comfyfleet.model.calls import LeasedJob, ProgressReport
-from comfyfleet.model.fact import ProgressKind
+from comfyfleet.model.calls import LeasedJob
+from comfyfleet.model.canonical_json import canonical_json
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.ports import Connector
 from comfyfleet.testing.contract.connector import ConnectorContract, MakeScene
+from comfyfleet.testing.contract.connector_plugin import ConnectorPluginContract
 from comfyfleet.testing.contract.connector_scene import (
     ConnectorAbility,
     ConnectorFault,
@@ -23,8 +25,10 @@ from comfyfleet.testing.contract.connector_scene import (
     DeliveryPromise,
     RunState,
 )
-from comfyfleet.worker.connectors.simulated import Reporter, SimulatedConnector
+from comfyfleet.worker.connectors.simulated import PLUGIN, Reporter, SimulatedConnector, follows_payload
+from comfyfleet.worker.connectors.simulated_payload import SimulatedFormat
 
+MODEL = "base.safetensors"
 NO_SERVER = "there is no server: the run is in the connector"
 NO_WIRE = "there is no connection that could break or lie"
 _FAILURES = {
@@ -63,13 +67,14 @@ CANNOT: dict[ConnectorAbility | ConnectorFault, str] = {
     ConnectorFault.STALLS: "it keeps no time limits: its behaviour decides when a run ends",
     ConnectorFault.WRONG_KEY: "it asks for no key",
     ConnectorFault.OUT_OF_CREDITS: "it costs nothing",
-    ConnectorFault.MISSING_MODEL: "its payload names no model",
+    ConnectorFault.MISSING_MODEL: "it simulates the run of any model",
 }
 
 
 class SimulatedScene(ConnectorScene):
     service = "simulated"
     promise = DeliveryPromise.AT_LEAST_ONCE
+    payload_format = SimulatedFormat()
     cannot = CANNOT
 
     def __init__(self) -> None:
@@ -86,25 +91,27 @@ class SimulatedScene(ConnectorScene):
         """There is no server."""
 
     def connect(self) -> Connector:
-        service = Capabilities(services=(Service("simulated"),), is_fake=True)
-        self._connectors.append(SimulatedConnector("simulated", service, self._behave))
+        service = Service("simulated", models=frozenset({MODEL}))
+        capabilities = Capabilities(services=(service,), is_fake=True)
+        self._connectors.append(SimulatedConnector("simulated", capabilities, self._behave))
         return self._connectors[-1]
 
     async def _behave(self, job: LeasedJob, report: Reporter) -> JobResult:
-        for kind in (ProgressKind.ACCEPTED, ProgressKind.STARTED):
-            report(ProgressReport(job.ref, kind))
         if self._failure is not None:
             raise ServiceFailed(Failure(self._failure, "told to fail"))
-        report(ProgressReport(job.ref, ProgressKind.PROGRESS, {"value": 1, "max": 2}))
+        return await follows_payload(0.0, sleep=self._sleep)(job, report)
+
+    async def _sleep(self, _seconds: float) -> None:
         await self._may_go.wait()
-        return JobResult(outputs={"1": {"mark": job.workflow["mark"]}})
 
     def payload(self, mark: int) -> dict[str, Any]:
-        return {"mark": mark}
+        return {"outputs": {"made": {"mark": [mark]}}, "models": [MODEL], "steps": 2}
 
     async def made_from(self, result: JobResult, connector: Connector, folder: Path) -> int:
-        mark = result.outputs["1"]["mark"]
+        (mark,) = result.outputs["made"]["mark"]
         assert isinstance(mark, int)
+        payload = canonical_json(self.payload(mark))
+        assert result.outputs["payload"]["sha256"] == [sha256(payload).hexdigest()]
         return mark
 
     async def hold(self) -> None:
@@ -117,7 +124,7 @@ class SimulatedScene(ConnectorScene):
         runs = [run for connector in self._connectors for run in connector.runs]
         states: list[RunState] = []
         for run in runs:
-            if run.job.workflow["mark"] == mark:
+            if run.job.workflow == self.payload(mark):
                 states.append("stopped" if run.state == "cancelled" else run.state)
         return states
 
@@ -132,3 +139,20 @@ class TestSimulatedConnector(ConnectorContract):
     @pytest.fixture
     def make_scene(self) -> MakeScene:
         return SimulatedScene
+
+
+class TestSimulatedPlugin(ConnectorPluginContract):
+    plugin = PLUGIN
+    address = "0.5"
+    wrong_addresses = ("", "fast", "-1", "nan", "inf")
+    same = (
+        {"seconds": 1, "outputs": {"a": {"text": ["one"]}}},
+        {"seconds": 1, "outputs": {"a": {"text": ["two"]}}},
+    )
+    other = ({"seconds": 2}, {"models": ["base"]}, {"seed": -1, "steps": 3}, {"fail": {"kind": "crashed"}})
+    wrong = (
+        ("seconds", {"seconds": -1}),
+        ("color", {"color": "red"}),
+        ("fail.kind", {"fail": {"kind": "no such kind"}}),
+        ("models[1]", {"models": ["base", 7]}),
+    )

@@ -43,7 +43,7 @@ class ProxiedRequest(NamedTuple):
 
 
 class FaultyProxy:
-    """Starts and stops as an async context manager. `everything` applies to all requests, `next_submit` to one."""
+    """Starts and stops as an async context manager. `everything` applies to all requests, `next_submit` to submits."""
 
     def __init__(self, port: int, is_submit: Callable[[ProxiedRequest], bool]) -> None:
         self._upstream = port
@@ -52,6 +52,8 @@ class FaultyProxy:
         self._connections: set[asyncio.Task[None]] = set()
         self.everything = ProxyMode.PASS
         self.next_submit = ProxyMode.PASS
+        self.submits = 1
+        """To how many submits `next_submit` applies. aiohttp itself repeats a PUT once."""
         self.redirect_to = ""
         self.refuse_with = 401
         self.refusal = b'{"detail": "refused"}'
@@ -83,6 +85,7 @@ class FaultyProxy:
 
     def pass_all(self) -> None:
         self.everything = self.next_submit = ProxyMode.PASS
+        self.submits = 1
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._serve(reader, writer))
@@ -140,7 +143,9 @@ class FaultyProxy:
             return self.everything
         if self.next_submit is ProxyMode.PASS or not self._is_submit(ProxiedRequest(method, path)):
             return ProxyMode.PASS
-        mode, self.next_submit = self.next_submit, ProxyMode.PASS
+        mode, self.submits = self.next_submit, self.submits - 1
+        if self.submits <= 0:
+            self.next_submit, self.submits = ProxyMode.PASS, 1
         return mode
 
     async def _answer(self, writer: asyncio.StreamWriter, mode: ProxyMode) -> None:

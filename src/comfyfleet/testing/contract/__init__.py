@@ -13,6 +13,7 @@ import pytest
 _MODULES = (
     "connector",
     "connector_faults",
+    "connector_plugin",
     "connector_runs",
     "connector_scene",
     "differential",

@@ -15,7 +15,6 @@ from comfyfleet.model.failure import FailureKind, ServiceBusy, ServiceFailed
 from comfyfleet.model.job import JobResult
 from comfyfleet.ports import OutputSource
 from comfyfleet.testing.contract.connector_scene import (
-    HANGS_S,
     ConnectorAbility,
     ConnectorAttempt,
     ConnectorBench,
@@ -203,7 +202,7 @@ class ConnectorCancelContract:
         await bench.scene.release()
         if stranger is None:
             return
-        await bench.within(HANGS_S, partial(self._is_over, bench, stranger))
+        await bench.within(bench.scene.patience_s, partial(self._is_over, bench, stranger))
         states = list(bench.scene.runs(stranger))
         assert states == ["completed"], f"the run of a stranger is {states}"
 

@@ -337,11 +337,9 @@ class ConnectorBench:
         assert isinstance(end, JobResult), f"a new attempt failed: {end.failure}"
         await self.assert_made_from(end, job)
 
-    async def eventually(
-        self, is_met: Callable[[], bool | Awaitable[bool]], what: str, within_s: float = HANGS_S
-    ) -> None:
-        if not await self.within(within_s, is_met):
-            raise AssertionError(f"not within {within_s:g} s: {what}")
+    async def eventually(self, is_met: Callable[[], bool | Awaitable[bool]], what: str) -> None:
+        if not await self.within(self.scene.patience_s, is_met):
+            raise AssertionError(f"not within {self.scene.patience_s:g} s: {what}")
 
     async def within(self, seconds: float, is_met: Callable[[], bool | Awaitable[bool]]) -> bool:
         loop = asyncio.get_running_loop()

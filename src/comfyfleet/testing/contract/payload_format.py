@@ -76,7 +76,7 @@ class PayloadFormatContract:
         deep: dict[str, Any] = {}
         for _ in range(5_000):
             deep = {"x": deep}
-        for nonsense in ({}, {"": None}, deep, {"\ud800": 1}, {"x": float("nan")}):
+        for nonsense in ({"": None}, deep, {"\ud800": 1}, {"x": float("nan")}):
             with pytest.raises(InvalidWorkflow):
                 self.payload_format.read(nonsense)
         payload = self.same[0]
