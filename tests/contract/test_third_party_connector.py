@@ -9,17 +9,15 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tests._connector_example import EXAMPLE, PAGE, install_example
 
 from comfyfleet.worker.connectors.registry import GROUP, ConnectorRegistry
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[1] / "examples" / "connector"
-PAGE = HERE.parents[1] / "docs" / "connectors.md"
 # Plug-ins that are slow to start, and no part of it.
 WITHOUT = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:schemathesis")
 # A test of a broken connector may hang: then a short limit fails it.
@@ -52,21 +50,7 @@ class Test{name}Plugin(example.TestTextMillPlugin):
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The example as a package manager would install it."""
-    site = tmp_path / "site"
-    shutil.copytree(EXAMPLE / "textmill", site / "textmill", ignore=shutil.ignore_patterns("__pycache__"))
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    info = site / f"{project['name']}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    )
-    points = "".join(
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in found.items())
-        for group, found in project["entry-points"].items()
-    )
-    (info / "entry_points.txt").write_text(points)
-    return site
+    return install_example(tmp_path / "site")
 
 
 def run(folder: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
