@@ -80,6 +80,23 @@ class TellsTheKey(TextMillConnector):
             raise ServiceFailed(msgspec.structs.replace(failed.failure, message=words)) from failed
 
 
+class BlamesTheJobForAKeyRefusedInItsRun(TextMillConnector):
+    async def _ask(self, method: str, job: LeasedJob, body: Any = None) -> Status | None:
+        try:
+            return await super()._ask(method, job, body)
+        except ServiceFailed as failed:
+            if method == "GET" and failed.failure.kind is FailureKind.DEAD_WORKER:
+                raise ServiceFailed(Failure(FailureKind.CRASHED, failed.failure.message)) from failed
+            raise
+
+
+class FailsToCancelAtOnce(TextMillConnector):
+    async def cancel_job(self, job: LeasedJob) -> None:
+        if job.attempt_id in self._submits:
+            raise TimeoutError
+        await super().cancel_job(job)
+
+
 class _Trusting(JsonApi):
     """Follows redirects, and reads to the end."""
 
@@ -177,6 +194,8 @@ CAUGHT_BY: dict[type, str] = {
     SubmitsUnderANewIdEachTime: "test_a_connection_lost_after_acceptance_keeps_the_promise",
     StopsWithItsAgent: "test_a_cancelled_agent_returns_at_once_and_nothing_runs_twice",
     BlamesTheJobForTheKey: "test_the_job_is_not_blamed_for_the_account[wrong_key]",
+    BlamesTheJobForAKeyRefusedInItsRun: "test_a_key_that_is_refused_in_a_run_is_not_the_fault_of_the_job",
+    FailsToCancelAtOnce: "test_a_cancel_at_once_leaves_nothing_that_runs",
     TellsTheKey: "test_the_job_is_not_blamed_for_the_account[wrong_key]",
     TrustsTheServer: "test_it_is_not_healthy_and_ends_every_call[redirect]",
     LeavesATask: "test_a_close_may_be_repeated_and_leaves_no_task_and_no_file",

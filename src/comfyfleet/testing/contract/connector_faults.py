@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.failure import FailureKind, FileTooLarge, ServiceBusy, ServiceFailed
 from comfyfleet.model.job import JobResult, Timeouts
 from comfyfleet.policy.retry import CountsAgainst, rule_of
 from comfyfleet.ports import OutputSource
 from comfyfleet.testing.contract.connector_scene import (
+    CANNOT,
     ConnectorAbility,
     ConnectorBench,
     ConnectorFault,
@@ -44,7 +46,10 @@ def assert_not_blamed(failed: ServiceFailed) -> None:
     )
 
 
-def assert_retried(failed: ServiceFailed) -> None:
+def assert_retried(failed: ServiceFailed, promise: DeliveryPromise) -> None:
+    if promise is DeliveryPromise.AT_MOST_ONCE and failed.failure.kind.value == "outcome_unknown":
+        # Only a person decides to pay a second time.
+        return
     assert isinstance(failed, ServiceBusy) or not rule_of(failed.failure).is_final, (
         f"{failed.failure.kind} ends the job for {failed.failure.message!r}"
     )
@@ -60,7 +65,7 @@ class ConnectorFailureContract:
         failure = await attempt.failure()
         assert failure.kind is FailureKind.NODE_ERROR and failure.message.strip()
         await bench.scene.repair()
-        await bench.completes_anew(bench.mark_of(attempt.job))
+        await bench.completes_anew(attempt.job)
 
     async def test_out_of_memory_has_its_own_kind(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.OUT_OF_MEMORY)
@@ -97,7 +102,7 @@ class ConnectorFailureContract:
         await bench.scene.repair()
         # The agent uses a server again after a good health check.
         await bench.eventually(bench.connector.check_health, "it is healthy again")
-        await bench.completes_anew(bench.mark_of(job))
+        await bench.completes_anew(job)
 
     async def test_a_submit_that_is_not_answered_times_out(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.NEVER_ACCEPTS)
@@ -110,7 +115,7 @@ class ConnectorFailureContract:
             FailureKind.TRANSIENT,
         ), end.failure
         await bench.scene.repair()
-        await bench.completes_anew(bench.mark_of(job))
+        await bench.completes_anew(job)
 
     async def test_a_job_that_does_not_start_times_out_and_is_taken_back(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.NEVER_STARTS)
@@ -124,7 +129,7 @@ class ConnectorFailureContract:
         await bench.eventually(lambda: "waiting" not in bench.scene.runs(mark), "it is taken back")
         await bench.scene.repair()
         await bench.eventually(bench.connector.check_health, "it is healthy again")
-        await bench.completes_anew(mark)
+        await bench.completes_anew(job)
         assert bench.begun(mark) == 1, "the job that timed out ran later"
 
     async def test_a_run_without_progress_times_out_and_is_stopped(self, bench: ConnectorBench) -> None:
@@ -138,7 +143,7 @@ class ConnectorFailureContract:
         mark = bench.mark_of(job)
         await bench.eventually(lambda: "running" not in bench.scene.runs(mark), "the run is stopped")
         await bench.scene.release()
-        await bench.completes_anew(mark)
+        await bench.completes_anew(job)
 
 
 class ConnectorLossContract:
@@ -163,7 +168,7 @@ class ConnectorLossContract:
             await bench.ends_in_time(work, what)
         await bench.scene.repair()
         await bench.eventually(bench.connector.check_health, "it is healthy again")
-        await bench.completes_anew(bench.mark_of(job))
+        await bench.completes_anew(job)
 
     async def test_a_server_that_crashes_in_a_run_is_noticed_and_the_job_completes_later(
         self, bench: ConnectorBench
@@ -178,7 +183,7 @@ class ConnectorLossContract:
         await bench.scene.release()
         await bench.scene.repair()
         await bench.eventually(bench.connector.check_health, "it is healthy again")
-        await bench.completes_anew(bench.mark_of(attempt.job))
+        await bench.completes_anew(attempt.job)
 
     async def test_a_server_that_restarts_in_a_run_has_lost_it_and_has_another_boot(
         self, bench: ConnectorBench
@@ -201,7 +206,7 @@ class ConnectorLossContract:
                 return (await bench.connector.inventory()).boot != before
 
             await bench.eventually(has_changed, "the boot changes")
-        await bench.completes_anew(bench.mark_of(attempt.job))
+        await bench.completes_anew(attempt.job)
 
     async def test_a_connection_lost_before_acceptance_runs_nothing_twice(
         self, bench: ConnectorBench
@@ -219,7 +224,7 @@ class ConnectorLossContract:
         assert bench.begun(mark) == 0
         await bench.scene.repair()
         await bench.eventually(bench.connector.check_health, "it is healthy again")
-        await bench.completes_anew(mark)
+        await bench.completes_anew(job)
         assert bench.begun(mark) == 1
 
     async def test_a_connection_lost_after_acceptance_keeps_the_promise(self, bench: ConnectorBench) -> None:
@@ -237,32 +242,71 @@ class ConnectorLossContract:
         end = await bench.ends_in_time(bench.settled(attempt), "the attempt")
         await self._keeps_its_promise(bench, attempt.job, end)
 
-    async def _keeps_its_promise(self, bench: ConnectorBench, job: object, end: object) -> None:
-        (mark,) = (mark for mark, jobs in bench.scene.jobs.items() if job in jobs)
-        own = bench.scene.jobs[mark][0]
+    async def test_a_run_that_costs_money_is_not_paid_again_by_the_next_lease(
+        self, bench: ConnectorBench, tmp_path: Path
+    ) -> None:
+        if bench.scene.promise is not DeliveryPromise.AT_MOST_ONCE:
+            pytest.skip(f"{CANNOT}its runs cost no money, so the next lease may begin anew")
+        attempt = await bench.running()
+        # The agent is lost with its machine, and the lease expires.
+        attempt.task.cancel()
+        await asyncio.wait({attempt.task})
+        other = bench.scene.connect()
+        await other.open()
+        try:
+            await bench.scene.release()
+            next_bench = ConnectorBench(bench.scene, other, tmp_path)
+            await next_bench.completes_anew(attempt.job)
+        finally:
+            await other.close()
+        assert bench.begun(attempt.job) == 1, "the run was paid twice"
+
+    async def test_a_key_that_is_refused_in_a_run_is_not_the_fault_of_the_job(
+        self, bench: ConnectorBench
+    ) -> None:
+        bench.needs(ConnectorFault.WRONG_KEY)
+        attempt = await bench.running()
+        await bench.scene.cause(ConnectorFault.WRONG_KEY)
+        await bench.scene.release()
+        done, _ = await asyncio.wait({attempt.task}, timeout=_SHORT_S)
+        if not done:
+            # It may wait until it is let in again.
+            await bench.scene.repair()
+        end = await bench.ends_in_time(bench.settled(attempt), "the attempt")
+        await bench.scene.repair()
+        if isinstance(end, JobResult):
+            await bench.assert_made_from(end, attempt.job)
+            return
+        assert isinstance(end, ServiceFailed), repr(end)
+        bench.assert_says_no_secret(end, end.failure)
+        assert_not_blamed(end)
+
+    async def _keeps_its_promise(self, bench: ConnectorBench, job: LeasedJob, end: object) -> None:
         promise = bench.scene.promise
         if isinstance(end, JobResult):
-            await bench.assert_made_from(end, own)
+            await bench.assert_made_from(end, job)
         else:
             assert isinstance(end, ServiceFailed), repr(end)
             assert promise is not DeliveryPromise.EXACTLY_ONCE, (
                 f"the run went on at the server, and the attempt failed: {end.failure}"
             )
-            assert_retried(end)
+            assert_retried(end, promise)
         if promise is not DeliveryPromise.AT_LEAST_ONCE:
-            assert bench.begun(mark) <= 1, "it ran twice"
+            assert bench.begun(job) <= 1, "it ran twice"
         await bench.scene.repair()
         if isinstance(end, JobResult):
             return
         await bench.eventually(bench.connector.check_health, "it is healthy again")
-        if promise is DeliveryPromise.AT_MOST_ONCE:
-            # Asked again for the same attempt, it must look before it submits.
-            again = await bench.ends_in_time(bench.as_an_agent(own), "the attempt")
-            if isinstance(again, JobResult):
-                await bench.assert_made_from(again, own)
-            assert bench.begun(mark) <= 1, "it ran twice"
-        else:
-            await bench.completes_anew(mark)
+        if promise is DeliveryPromise.AT_LEAST_ONCE:
+            await bench.completes_anew(job)
+            assert bench.begun(job) <= 2, "one lost connection made more than one further run"
+            return
+        # Asked again, it must look before it submits, also for the next lease of the job.
+        for again in (job, bench.next_lease(job)):
+            found = await bench.ends_in_time(bench.as_an_agent(again), "the attempt")
+            if isinstance(found, JobResult):
+                await bench.assert_made_from(found, job)
+            assert bench.begun(job) <= 1, "it ran twice"
 
 
 class HostileServerContract:
@@ -302,7 +346,7 @@ class HostileServerContract:
         assert isinstance(end, ServiceFailed), repr(end)
         assert end.failure.message.strip()
         assert len(end.failure.message) < 10_000
-        assert_retried(end)
+        assert_retried(end, bench.scene.promise)
 
     @pytest.mark.parametrize("fault", _HOSTILE)
     async def test_a_run_that_the_server_falsifies_ends(
@@ -318,7 +362,7 @@ class HostileServerContract:
                 end = await bench.ends_in_time(attempt.end(), "the attempt")
             assert elsewhere.requests == [], "it follows a redirect to a stranger"
         assert isinstance(end, ServiceFailed), f"nobody said how it ended, and it completed: {end!r}"
-        assert_retried(end)
+        assert_retried(end, bench.scene.promise)
 
     async def test_an_output_without_an_end_fills_no_disk(
         self, bench: ConnectorBench, tmp_path: Path

@@ -134,7 +134,7 @@ class ConnectorCancelContract:
         if ConnectorAbility.STRANGERS not in bench.scene.cannot:
             stranger = bench.new_mark()
             await bench.scene.start_stranger(stranger)
-        await bench.ends_in_time(bench.connector.cancel_job(attempt.job), "the cancel")
+        await self._is_cancelled(bench, attempt)
         states = bench.scene.runs(bench.mark_of(attempt.job))
         assert list(states) == ["stopped"], f"the cancel returned, and the run is {states}"
         assert (await attempt.failure()).kind is FailureKind.INTERRUPTED
@@ -150,7 +150,7 @@ class ConnectorCancelContract:
         await bench.eventually(
             lambda: attempt.task.done() or "waiting" in bench.scene.runs(mark), "the job waits at the service"
         )
-        await bench.ends_in_time(bench.connector.cancel_job(attempt.job), "the cancel")
+        await self._is_cancelled(bench, attempt)
         assert "waiting" not in bench.scene.runs(mark), "the cancel returned, and the job still waits"
         end = await attempt.end()
         assert isinstance(end, ServiceFailed)
@@ -165,7 +165,7 @@ class ConnectorCancelContract:
             attempt = bench.start()
             for _ in range(steps):
                 await asyncio.sleep(0)
-            await bench.ends_in_time(bench.connector.cancel_job(attempt.job), "the cancel")
+            await self._is_cancelled(bench, attempt)
             mark = bench.mark_of(attempt.job)
             end = await bench.ends_in_time(attempt.end(), "the cancelled attempt")
             assert isinstance(end, ServiceFailed), f"it is held and completed: {end!r}"
@@ -187,6 +187,10 @@ class ConnectorCancelContract:
             assert end is None or isinstance(end, ServiceFailed), repr(end)
         assert list(bench.scene.runs(bench.mark_of(done.job))) == ["completed"]
         await self._completes(bench, stranger)
+
+    async def _is_cancelled(self, bench: ConnectorBench, attempt: ConnectorAttempt) -> None:
+        end = await bench.ends_in_time(bench.connector.cancel_job(attempt.job), "the cancel")
+        assert end is None, f"the cancel of an attempt that can be stopped ends with {end!r}"
 
     def _is_over(self, bench: ConnectorBench, mark: int) -> bool:
         return not {"waiting", "running"} & set(bench.scene.runs(mark))

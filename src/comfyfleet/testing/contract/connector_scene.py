@@ -266,6 +266,13 @@ class ConnectorBench:
         self.scene.jobs.setdefault(mark, []).append(job)
         return job
 
+    def next_lease(self, job: LeasedJob) -> LeasedJob:
+        """The same job after a retry by the hub, or after its lease expired: another attempt id."""
+        ref = msgspec.structs.replace(job.ref, number=job.ref.number + 1, epoch=job.ref.epoch + 1)
+        leased = msgspec.structs.replace(job, ref=ref, attempt=job.attempt + 1, timeouts=Timeouts())
+        self.scene.jobs[self.mark_of(job)].append(leased)
+        return leased
+
     def mark_of(self, job: LeasedJob) -> int:
         return next(mark for mark, jobs in self.scene.jobs.items() if job in jobs)
 
@@ -324,9 +331,9 @@ class ConnectorBench:
             return end
         return end if found.result is None else found.result
 
-    async def completes_anew(self, mark: int) -> None:
-        """A new attempt of the same job completes, as after a retry by the hub."""
-        job = self.job(mark)
+    async def completes_anew(self, job: LeasedJob) -> None:
+        """The next attempt of the job completes."""
+        job = self.next_lease(job)
         async with asyncio.timeout(HANGS_S):
             while True:
                 end = await self.as_an_agent(job)

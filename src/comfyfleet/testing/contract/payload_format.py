@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from comfyfleet.model.canonical_json import check_canonical
 from comfyfleet.model.payload import PayloadFormat, PayloadReading
 from comfyfleet.model.workflow_graph import InvalidWorkflow
 from comfyfleet.testing.contract.json_schema import accepts
@@ -81,11 +82,26 @@ class PayloadFormatContract:
                 self.payload_format.read(nonsense)
         payload = self.same[0]
         for name in payload:
-            for value in (None, [], {}, 10**400, "", True, deep, [deep], float("inf"), "\ud800"):
+            for value in (
+                None,
+                [],
+                {},
+                10**400,
+                "",
+                True,
+                deep,
+                [deep],
+                float("inf"),
+                "\ud800",
+                {"x": {"y": float("nan")}},
+            ):
                 try:
-                    self.payload_format.read({**payload, name: value})
+                    reading = self.payload_format.read({**payload, name: value})
                 except InvalidWorkflow as refused:
                     assert len(str(refused)) < 10_000
+                else:
+                    # NaN and the like would reach no store.
+                    check_canonical(reading.payload)
 
     def test_the_schema_accepts_what_is_read(self) -> None:
         schema = self.payload_format.json_schema()

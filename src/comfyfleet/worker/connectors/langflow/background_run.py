@@ -194,7 +194,7 @@ class BackgroundRun:
                 answer = await self._api.status(job_id)
                 refusals.answered()
                 if answer.status in (401, 403):
-                    raise fail(FailureKind.TRANSIENT, failures.KEY_REFUSED.format(status=answer.status))
+                    raise fail(FailureKind.DEAD_WORKER, failures.KEY_REFUSED.format(status=answer.status))
                 status = read_status(answer)
                 why = f"status {answer.status} {failures.text_of(answer.body)}".strip()
             except AnswerTooLarge as error:

@@ -164,7 +164,10 @@ class LangFlow:
                 self._health.restarts += 1
             raise
         finally:
-            self._runs.pop(attempt, None)
+            ended = self._runs.pop(attempt, None)
+            if isinstance(ended, DirectRun):
+                # Also if it was cancelled before it was sent: a cancel waits for this.
+                ended.is_over.set()
             if not is_kept and placed.names:
                 self._start(self._files.remove(placed))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from comfyfleet.model.ids import WorkflowHash
-from comfyfleet.model.payload import PayloadReading
+from comfyfleet.model.payload import PayloadReading, check_plain
 from comfyfleet.model.workflow_graph import InvalidWorkflow
 
 SERVICE = "langflow"
@@ -63,14 +63,7 @@ def read_call(payload: Mapping[str, Any]) -> FlowCall:
         )
     if "flow" not in payload:
         raise InvalidWorkflow("The field `flow` is missing: give the id, endpoint name or name of a flow.")
-    for name, value in payload.items():
-        try:
-            msgspec.json.encode(value)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise InvalidWorkflow(
-                f"The field `{name}` contains what JSON cannot carry, such as half a character, a very large number "
-                f"or a very deep structure: {type(error).__name__}."
-            ) from None
+    check_plain(payload)
     fields: dict[str, Any] = {name: _READERS[name](name, value) for name, value in payload.items()}
     return FlowCall(**fields)
 
