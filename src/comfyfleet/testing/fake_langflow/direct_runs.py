@@ -53,7 +53,7 @@ class FakeDirectRuns:
             await flow_run.execute(self._faults.slow_errors_s)
         except RunFailed as failed:
             empty = {"traceback": None, "description": None, "code": None, "suggestion": None}
-            run.error, run.state = json.dumps({"message": str(failed), **empty}), "failed"
+            run.error, run.state = _compact({"message": str(failed), **empty}), "failed"
         except Suspended:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -66,3 +66,7 @@ class FakeDirectRuns:
             else:
                 last = flow.components[-1]
                 run.result = streamed_result(asked.session, asked.input_value, flow_run.told, last)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

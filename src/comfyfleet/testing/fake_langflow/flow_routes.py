@@ -59,7 +59,19 @@ class FlowRoutes:
         return answer_json({"version": version, "main_version": version, "package": "Langflow", **fake})
 
     async def whoami(self, _request: web.Request) -> web.Response:
-        return answer_json({"id": USER_ID, "username": "lab", "is_active": True, "is_superuser": True})
+        user = {
+            "id": USER_ID,
+            "username": "lab",
+            "profile_image": None,
+            "store_api_key": None,
+            "is_active": True,
+            "is_superuser": True,
+            "create_at": iso_now(),
+            "updated_at": iso_now(),
+            "last_login_at": iso_now(),
+            "optins": {"github_starred": False, "dialog_dismissed": False, "discord_clicked": False},
+        }
+        return answer_json(user)
 
     async def flows(self, _request: web.Request) -> web.Response:
         return answer_json([{**_header(flow), "data": None} for flow in self._server.flows])
@@ -120,6 +132,9 @@ class FlowRoutes:
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
         def tell(name: str, data: dict[str, Any], _is_durable: bool) -> None:
+            if name == "error":
+                # Here the blocks have only their plain form.
+                data = {**data, "content_blocks": data["data"]["content_blocks"]} if "data" in data else data
             if name in _STREAMED:
                 events.put_nowait(json.loads(json.dumps({"event": name, "data": data})))
 
@@ -162,7 +177,7 @@ def _header(flow: FakeFlow) -> dict[str, Any]:
         "folder_id": _FOLDER_ID,
         "is_component": False,
         "endpoint_name": flow.endpoint_name,
-        "description": "lab",
+        "description": "lab" if flow.middle is not None else None,
         "access_type": "PRIVATE",
         "tags": None,
         "mcp_enabled": False,

@@ -250,7 +250,7 @@ def streamed_result(
         "artifacts": {**chat_content(told)["artifacts"]},
         "outputs": {"message": {"message": text, "type": "text"}},
         "logs": {"message": []},
-        "messages": [row],
+        "messages": [row] if text else [],
         "timedelta": None,
         "duration": None,
         "component_display_name": component.display_name,

@@ -112,6 +112,7 @@ class RunEvents:
             self.last_id = event.event_id
         content = event.content
         kind = content.get("event") or content.get("type")
+        kind = kind if isinstance(kind, str) else ""
         data = content.get("data")
         data = data if isinstance(data, Mapping) else {}
         match kind:
@@ -144,7 +145,7 @@ class RunEvents:
                     self.result = result
             case _ if kind in _ENDS:
                 self.has_ended = True
-        return kind if isinstance(kind, str) else ""
+        return kind
 
     def _end_vertex(self, build: Any) -> None:
         if not isinstance(build, Mapping) or not isinstance(vertex := build.get("id"), str):
