@@ -185,7 +185,7 @@ class BackgroundRun:
         refusals = HttpRefusals(settings.refused_s)
         silent_since: float | None = None
         unclear_until: float | None = None
-        pause_s = 0.1
+        soon_s = 0.1
         self._news_at = loop.time()
         while True:
             self._wake.clear()
@@ -273,7 +273,9 @@ class BackgroundRun:
                         "LangFlow does not know the job any more: its database was replaced or cleaned up.",
                     )
             # The status can be a little later than the last event.
-            pause_s = min(settings.poll_s, pause_s * 2) if self._events.has_ended else settings.poll_s
+            pause_s = settings.poll_s
+            if self._events.has_ended:
+                pause_s, soon_s = min(pause_s, soon_s), soon_s * 2
             stall_s = self._job.timeouts.stall_s
             await self._wait(pause_s if stall_s is None else min(pause_s, max(0.01, stall_s / 4)))
 
