@@ -26,7 +26,7 @@ from comfyfleet.worker.connectors.comfyui.api import (
     pieces_of,
     read_json,
 )
-from comfyfleet.worker.connectors.langflow.settings import LangFlowSettings, read_key
+from comfyfleet.worker.connectors.langflow.settings import LangFlowSettings
 
 _FLOWS = "/api/v1/flows/?get_all=true&header_flows=true&remove_example_flows=true"
 
@@ -38,13 +38,11 @@ class LangFlowApi:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Raises `ValueError` if the key cannot be read."""
         if self._session is not None:
             return
         headers = dict(self._settings.headers)
-        key = await asyncio.to_thread(read_key, self._settings)
-        if key is not None:
-            headers["x-api-key"] = key
+        if self._settings.key is not None:
+            headers["x-api-key"] = self._settings.key
         # A few compressed kilobytes may become gigabytes, so compression is neither requested nor unpacked.
         headers["Accept-Encoding"] = "identity"
         self._session = aiohttp.ClientSession(

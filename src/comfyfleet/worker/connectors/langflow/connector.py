@@ -82,7 +82,7 @@ class LangFlow:
         await self.close()
 
     async def open(self) -> None:
-        """Succeeds even if the server is away. Raises `ValueError` if the key cannot be read."""
+        """Succeeds even if the server is away."""
         await self._api.open()
 
     async def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -15,16 +14,12 @@ from comfyfleet.worker.connectors.settings import converted_settings
 
 Seconds = Annotated[float, Meta(gt=0)]
 
-_MAX_KEY_BYTES = 4_096
-
 
 class LangFlowSettings(ServerLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All durations are seconds."""
 
     key: str | None = None
-    """An API key of LangFlow. Sent only in the header `x-api-key`."""
-    key_file: Path | None = None
-    """A file that contains the key. It is read when the connector opens, so a new key needs a restart only."""
+    """An API key of LangFlow. It is sent only in the header `x-api-key`."""
     slots: Annotated[int, Meta(ge=1)] = 5
     """How many jobs the server runs at a time: its LANGFLOW_BACKGROUND_MAX_CONCURRENCY."""
     providers: tuple[str, ...] = ("local",)
@@ -69,26 +64,14 @@ class LangFlowSettings(ServerLimits, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def read_settings(options: Mapping[str, Any]) -> LangFlowSettings:
-    """Raises `ValueError` that names the setting."""
-    if "key" in options and "key_file" in options:
-        raise ValueError("set either `key` or `key_file` for LangFlow, not both")
-    return converted_settings(options, LangFlowSettings)
-
-
-def read_key(settings: LangFlowSettings) -> str | None:
-    """Raises `ValueError`. The message contains no key."""
-    key = settings.key
-    if settings.key_file is not None:
-        try:
-            with settings.key_file.open("rb") as file:
-                key = file.read(_MAX_KEY_BYTES).decode("ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the LangFlow key file {settings.key_file}: {error}") from error
-        if not key:
-            raise ValueError(f"the LangFlow key file {settings.key_file} is empty: put the API key into it")
-    if key is not None and not (key.isascii() and key.isprintable()):
-        raise ValueError("the LangFlow key contains characters that no key has: copy it again from LangFlow")
-    return key
+    """Raises `ValueError` that names the setting, and never a value."""
+    settings = converted_settings(options, LangFlowSettings)
+    # A wrong header would raise at the first request, with the key in the message.
+    if settings.key is not None and not (
+        settings.key and settings.key.isascii() and settings.key.isprintable()
+    ):
+        raise ValueError("the setting 'key' contains characters that no key has: copy it again from LangFlow")
+    return settings
 
 
 def parse_base(address: str) -> str:
