@@ -397,3 +397,15 @@ async def test_an_older_server_runs_flows_and_a_warning_says_what_is_lost(
         assert (await endless.failure()).kind is FailureKind.INTERRUPTED
     assert caplog.text.count("has no background jobs") == 1
     assert file.subfolder == "0c1b6f0e-5d3a-4f0e-9a53-2e6b9b3c2501"
+
+
+@pytest.mark.parametrize(
+    ("version", "has_jobs"),
+    [("1.10.3", False), ("1.11.0", True), ("0.10.3", False), ("0.11.6", True), ("2.0.0", True)],
+)
+async def test_the_version_says_how_flows_run(version: str, has_jobs: bool) -> None:
+    async with connected(fake=FakeLangFlowSettings(version=version)) as (connector, fake):
+        assert await content_of(connector, SLEEP) == "slept 0.1: tea"
+        assert (await connector.inventory()).capabilities.services[0].version == version
+    assert bool(fake.jobs.by_id) is has_jobs
+    assert bool(fake.direct_runs.all) is not has_jobs

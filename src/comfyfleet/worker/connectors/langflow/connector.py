@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FIRST_WITH_JOBS = (1, 11)
-"""The first version with background jobs and idempotency keys."""
+FIRST_WITH_JOBS = 11
+"""The minor version with background jobs and idempotency keys: 1.11, or 0.11 of langflow-base without langflow."""
 
 _MAX_REMEMBERED = 10_000
 _PROBED_FLOWS = 5
@@ -410,7 +410,7 @@ class LangFlow:
                 f"What answers there is not LangFlow (status {answer.status} to /api/v1/version). Check the address.",
             )
         found = _VERSION.match(version)
-        has_jobs = found is not None and (int(found[1]), int(found[2])) >= FIRST_WITH_JOBS
+        has_jobs = found is not None and (int(found[1]) > 1 or int(found[2]) >= FIRST_WITH_JOBS)
         if not has_jobs and self._has_jobs is not False:
             log.warning(
                 "LangFlow %s has no background jobs (they came with 1.11): a run is lost when the connection or this "
