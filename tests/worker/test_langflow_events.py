@@ -153,9 +153,9 @@ def test_only_files_of_the_storage_are_outputs(path: Any, found: tuple[str, str]
 
 
 def test_settings_are_read_from_texts_and_named_when_they_are_wrong() -> None:
-    assert read_settings({"slots": "3", "start_s": 9}).slots == 3
+    assert read_settings({"start_s": "3", "poll_s": 9}).start_s == 3.0
     for options, words in (
-        ({"slots": 0}, "slots"),
+        ({"start_s": 0}, "start_s"),
         ({"keys": "a"}, "'keys'"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -195,6 +195,10 @@ def test_wrong_addresses_are_refused(address: str, words: str) -> None:
 
 
 def test_the_plugin_makes_a_connector_with_the_settings_of_the_table() -> None:
-    connector = PLUGIN.connect("flows:7860", {"slots": 2})
+    connector = PLUGIN.connect("flows:7860", {"start_s": 2})
     assert isinstance(connector, LangFlow)
-    assert (connector.slots, connector.url, PLUGIN.payload.service) == (2, "http://flows:7860", "langflow")
+    assert (connector.settings.start_s, connector.url, PLUGIN.payload.service) == (
+        2,
+        "http://flows:7860",
+        "langflow",
+    )

@@ -69,11 +69,6 @@ class LangFlow:
     def url(self) -> str:
         return self._api.base
 
-    @property
-    def slots(self) -> int:
-        """How many jobs the server runs at a time."""
-        return self.settings.slots
-
     async def __aenter__(self) -> LangFlow:
         await self.open()
         return self
@@ -259,7 +254,7 @@ class LangFlow:
             size = 0
             with path.open("wb") as target:
                 async for chunk in pieces_of(response, most):
-                    await asyncio.to_thread(target.write, chunk)
+                    target.write(chunk)
                     size += len(chunk)
             return size
 

@@ -20,8 +20,6 @@ class LangFlowSettings(ServerLimits, frozen=True, kw_only=True, forbid_unknown_f
 
     key: str | None = None
     """An API key of LangFlow. It is sent only in the header `x-api-key`."""
-    slots: Annotated[int, Meta(ge=1)] = 5
-    """How many jobs the server runs at a time: its LANGFLOW_BACKGROUND_MAX_CONCURRENCY."""
     providers: tuple[str, ...] = ("local",)
     headers: dict[str, str] = msgspec.field(default_factory=dict)
     """Sent with every request, for servers behind a proxy that requires a key."""
