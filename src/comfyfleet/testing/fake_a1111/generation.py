@@ -147,9 +147,11 @@ class GenerationRoutes:
                 tasks.finish(task_id)
             except RunError as error:
                 run.outcome = "failed"
+                if settings.flavour != "sdnext":
+                    # SD.Next shows the failed run until the next one begins.
+                    flags.end()
                 return run_error(settings.flavour, error.name, error.text)
-            finally:
-                flags.end()
+            flags.end()
         return web.json_response(answer)
 
     async def _upscale(self, route: str, body: dict[str, Any]) -> web.Response:

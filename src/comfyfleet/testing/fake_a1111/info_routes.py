@@ -147,6 +147,8 @@ class FakeInfoRoutes:
             "sd_model_checkpoint": self._process.option,
             "sd_vae": "Automatic",
             "samples_format": self._settings.image_format,
+            # No real server has it: its worker is known as a fake.
+            "comfyfleet_fake": True,
         }
 
     async def set_options(self, request: web.Request) -> web.Response:

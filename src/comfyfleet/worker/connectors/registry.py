@@ -23,6 +23,7 @@ GROUP = "comfyfleet.connectors"
 # A new connector adds its line: its module has a `PLUGIN`.
 BUILT_IN: Mapping[str, str] = {
     "comfyui": "comfyfleet.worker.connectors.comfyui:PLUGIN",
+    "a1111": "comfyfleet.worker.connectors.a1111:PLUGIN",
     "langflow": "comfyfleet.worker.connectors.langflow:PLUGIN",
     "simulated": "comfyfleet.worker.connectors.simulated:PLUGIN",
 }

@@ -194,7 +194,7 @@ class ComfyApi:
     async def view(self, file: OutputFile) -> AsyncIterator[aiohttp.ClientResponse]:
         query = {"filename": file.filename, "subfolder": file.subfolder, "type": file.folder}
         async with (
-            _reaching(self.address.base),
+            reaching(self.address.base),
             self.session.get(
                 self.address.url("/view"),
                 params=query,
@@ -215,16 +215,16 @@ class ComfyApi:
     ) -> ApiAnswer:
         timeout = self._timeout(self._settings.request_s if timeout_s is None else timeout_s)
         async with (
-            _reaching(self.address.base),
+            reaching(self.address.base),
             # A redirected POST would arrive as a GET and look like success, with our credentials elsewhere.
             self.session.request(
                 method, self.address.url(path), timeout=timeout, allow_redirects=False, **content
             ) as response,
         ):
             try:
-                pieces = pieces_of(response, self._settings.max_answer_bytes)
-                body = b"".join([piece async for piece in pieces])
-                _count(body, self._settings.max_answer_values)
+                body = await bounded_body(
+                    response, self._settings.max_answer_bytes, self._settings.max_answer_values
+                )
             except AnswerTooLarge as error:
                 words = f"it answers {method} {path} with {error}"
                 if not is_of_prompt:
@@ -255,6 +255,13 @@ async def pieces_of(response: aiohttp.ClientResponse, most: int) -> AsyncIterato
         raise AnswerTooLarge(f"more than {most} bytes")
 
 
+async def bounded_body(response: aiohttp.ClientResponse, most_bytes: int, most_values: int) -> bytes:
+    """Raises `AnswerTooLarge`."""
+    body = b"".join([piece async for piece in pieces_of(response, most_bytes)])
+    _count(body, most_values)
+    return body
+
+
 def _count(body: bytes, most: int) -> None:
     """Counts separators, also those in texts: there cannot be more values than that."""
     if len(body) > most and body.count(b",") + body.count(b"[") + body.count(b"{") > most:
@@ -273,7 +280,8 @@ def _follows_nobody() -> aiohttp.TraceConfig:
 
 
 @asynccontextmanager
-async def _reaching(url: str) -> AsyncIterator[None]:
+async def reaching(url: str, what: str = "ComfyUI") -> AsyncIterator[None]:
+    """Turns errors of a request to `url`, where `what` should answer, into `Unreachable`."""
     try:
         yield
     except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
@@ -283,7 +291,7 @@ async def _reaching(url: str) -> AsyncIterator[None]:
             error.os_error.errno == errno.ECONNREFUSED
         )
         is_timeout = isinstance(error, TimeoutError) and not is_refused
-        why = cause_of(error, url, "ComfyUI")
+        why = cause_of(error, url, what)
         raise Unreachable(why, is_refused=is_refused, is_closed=is_closed, is_timeout=is_timeout) from error
 
 

@@ -100,18 +100,16 @@ class ServerAddress(msgspec.Struct, frozen=True):
         return f"ws{self.base.removeprefix('http')}/ws"
 
 
-def parse_address(url: str) -> ServerAddress:
+def parse_address(
+    url: str, what: str = "a ComfyUI server", example: str = "http://gpu-a:8188"
+) -> ServerAddress:
     """Reads `http://user:password@host:port/prefix/`; the scheme is optional. Raises `ValueError`."""
     text = url.strip()
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in DEFAULT_PORTS:
-        raise ValueError(
-            f"the address of a ComfyUI server needs http or https, not {parts.scheme!r}: {url!r}"
-        )
+        raise ValueError(f"the address of {what} needs http or https, not {parts.scheme!r}: {url!r}")
     if not parts.hostname:
-        raise ValueError(
-            f"the address of a ComfyUI server needs a host, such as http://gpu-a:8188, not {url!r}"
-        )
+        raise ValueError(f"the address of {what} needs a host, such as {example}, not {url!r}")
     port = parts.port or DEFAULT_PORTS[parts.scheme]
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     authority = host if parts.port is None else f"{host}:{port}"
