@@ -55,7 +55,7 @@ async def test_an_interrupt_that_came_too_early_is_repeated() -> None:
 
 async def test_a_run_that_does_not_react_is_told() -> None:
     async with server_and_connector(tuned(cancel_s=0.2)) as (fake, connector):
-        fake.faults.stall_at_step = 1
+        fake.faults.ignores_interrupts = True
         run = attempt(connector, job_of(**LONG))
         await run.heard(ProgressKind.STARTED)
         with pytest.raises(Exception, match=r"still goes on 0\.2 s after the cancel"):

@@ -138,7 +138,7 @@ async def test_a_picture_of_another_checkpoint_than_the_ordered_one_is_refused()
         fake.faults.loads_wrong_model = True
         failure = await attempt(connector, job_of(**OTHER)).failure()
         assert failure.kind is FailureKind.MISSING_MODEL
-        assert failure.missing == ("other.safetensors [bbbb]",)
+        assert failure.missing == ("other.safetensors",), "as the payload names it"
         assert "used the checkpoint base" in failure.message
 
 

@@ -13,7 +13,7 @@ class A1111Faults(msgspec.Struct, kw_only=True):
     fail_runs: int = 0
     """This many runs raise a `ValueError`."""
     stall_at_step: int | None = None
-    """Runs stop at this step until the switch is cleared. They notice no interrupt."""
+    """Runs stop at this step until the switch is cleared, or until they are interrupted."""
     ignores_interrupts: bool = False
     """A script that does not look at the flag: the run goes on to its end."""
     crash_at_step: int | None = None
@@ -22,6 +22,8 @@ class A1111Faults(msgspec.Struct, kw_only=True):
     """This many runs lose the connection to their client at once and go on."""
     loads_wrong_model: bool = False
     """Another checkpoint than the one that was asked for is used, without an error."""
+    missing_checkpoints: list[str] = msgspec.field(default_factory=list)
+    """Files that are no longer there."""
     is_starting: bool = False
     """The port is open and no checkpoint is listed yet."""
     drop_pictures: int = 0

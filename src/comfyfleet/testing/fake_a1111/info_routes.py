@@ -184,6 +184,7 @@ class FakeInfoRoutes:
                 "config": None,
             }
             for each in self._settings.checkpoints
+            if each.file not in self._faults.missing_checkpoints
         ]
 
     def _vaes(self) -> list[dict[str, Any]]:

@@ -157,7 +157,8 @@ class FakeSampler:
 
     async def _load(self, wanted: Any) -> FakeCheckpoint | None:
         process = self._process
-        known = self._settings.checkpoints
+        missing = self._faults.missing_checkpoints
+        known = [each for each in self._settings.checkpoints if each.file not in missing]
         found = next((each for each in known if wanted in each.aliases), None)
         if found is None or self._faults.loads_wrong_model:
             # As the real server: a name that is not there is ignored, and the checkpoint of the options is used.
@@ -170,14 +171,13 @@ class FakeSampler:
     async def _count_steps(self, run: FakeA1111Run, steps: int) -> int:
         flags, faults, process = self._process.flags, self._faults, self._process
         for step in range(steps):
-            while faults.stall_at_step == step:
+            while faults.stall_at_step == step and not self._is_interrupted():
                 process.changed.clear()
                 await process.changed.wait()
             if faults.crash_at_step == step:
                 faults.crash_at_step = None
                 await self._crash()
-            is_stopped = (flags.interrupted and not faults.ignores_interrupts) or flags.skipped
-            if is_stopped:
+            if self._is_interrupted() or flags.skipped:
                 return step
             await self._clock.sleep(self._settings.step_seconds)
             flags.sampling_step = step + 1
@@ -186,6 +186,9 @@ class FakeSampler:
                 flags.preview_id += 1
                 flags.preview = draw_subject(FakeSubject(prompt=f"preview {step}"), "", "png", 8)
         return steps
+
+    def _is_interrupted(self) -> bool:
+        return self._process.flags.interrupted and not self._faults.ignores_interrupts
 
     def _info(
         self,

@@ -121,6 +121,9 @@ class FakeA1111:
             return
         for work in list(process.work):
             work.cancel()
+        for run in self.runs:
+            if run.outcome == "running":
+                run.outcome = "died"
         for site in list(runner.sites):
             await site.stop()
         server = runner.server

@@ -25,7 +25,8 @@ class FakeA1111Run(msgspec.Struct, eq=False):
     task_id: str
     route: str
     body: dict[str, Any]
-    outcome: Literal["running", "completed", "interrupted", "failed"] = "running"
+    outcome: Literal["running", "completed", "interrupted", "failed", "died"] = "running"
+    """`died`: with the process."""
     model: str = ""
     steps_done: int = 0
 

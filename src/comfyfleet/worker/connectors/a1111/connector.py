@@ -267,6 +267,7 @@ class A1111:
 
     async def _run(self, job: LeasedJob, run: A1111Run) -> JobResult:
         route, body = await asyncio.to_thread(build_request, job, run.task_id, self.settings)
+        named = named_checkpoint(body)
         await self._take_turn(job, run)
         try:
             checkpoint = None
@@ -283,7 +284,7 @@ class A1111:
                 raise failures.busy(f"The server cannot be reached: {error}", kind) from error
             if run.cancelled.is_set():
                 raise _cancelled()
-            post = run.send(route, body, checkpoint, has_tasks=has_tasks, vram_gb=self._vram_gb)
+            post = run.send(route, body, checkpoint, named=named, has_tasks=has_tasks, vram_gb=self._vram_gb)
         except BaseException:
             self._turn.release()
             raise

@@ -20,7 +20,7 @@ from comfyfleet.worker.connectors.a1111 import failures
 from comfyfleet.worker.connectors.a1111.api import A1111Api
 from comfyfleet.worker.connectors.a1111.failures import fail
 from comfyfleet.worker.connectors.a1111.inventory import ListedCheckpoint, used_checkpoint
-from comfyfleet.worker.connectors.a1111.names import Route
+from comfyfleet.worker.connectors.a1111.names import Route, plain
 from comfyfleet.worker.connectors.a1111.outputs import (
     GenerationAnswer,
     KeptPictures,
@@ -67,6 +67,7 @@ class A1111Run:
         self._route: Route = "txt2img"
         self._body: dict[str, Any] = {}
         self._checkpoint: ListedCheckpoint | None = None
+        self._named = ""
         self._vram_gb: float | None = None
         self._sent_at = 0.0
         self._accepted_at: float | None = None
@@ -85,10 +86,12 @@ class A1111Run:
         body: dict[str, Any],
         checkpoint: ListedCheckpoint | None,
         *,
+        named: str,
         has_tasks: bool,
         vram_gb: float | None,
     ) -> asyncio.Task[ApiAnswer]:
-        """The caller has the turn."""
+        """The caller has the turn. `named`: the checkpoint as the payload names it."""
+        self._named = named
         self._route, self._body, self._checkpoint = route, body, checkpoint
         self._vram_gb = vram_gb
         # Upscaling has no task id on any server.
@@ -306,7 +309,7 @@ class A1111Run:
         raise fail(
             FailureKind.MISSING_MODEL,
             f"The server used the checkpoint {name or found_hash} and not {wanted.title}: it could not load that.",
-            (wanted.title,),
+            (plain(self._named or wanted.title),),
         )
 
     async def _lost(self, why: str) -> JobResult:
