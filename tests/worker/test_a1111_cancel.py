@@ -216,3 +216,23 @@ async def test_a_closed_connector_leaves_the_run_to_the_server() -> None:
 async def completed_once(fake: FakeA1111) -> None:
     assert [run.outcome for run in fake.runs] == ["completed"]
     assert fake.requests.get(INTERRUPT, 0) == 0
+
+
+async def test_the_cancel_of_an_id_that_waits_for_ever_ends() -> None:
+    """Its request failed before it started, and its agent is gone."""
+    async with server_and_connector() as (fake, connector):
+        job = job_of("img2img", init_images=["bm90IGEgcGljdHVyZQ=="])
+        assert (await attempt(connector, job).failure()).kind is FailureKind.MISSING_INPUT
+        assert prompt_id_of(job.attempt_id) in fake.process.tasks.pending
+        async with A1111(fake.url, QUICK) as another:
+            assert (await another.reconcile(job)).state == "failed"
+            await asyncio.wait_for(another.cancel_job(job), 10)
+        assert fake.requests.get(INTERRUPT, 0) == 0
+
+
+async def test_a_failed_task_that_stays_active_is_not_interrupted() -> None:
+    async with server_and_connector() as (fake, connector):
+        job = job_of(prompt="raise")
+        await attempt(connector, job).failure()
+        await connector.cancel_job(job)
+        assert fake.requests.get(INTERRUPT, 0) == 0

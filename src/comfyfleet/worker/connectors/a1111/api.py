@@ -6,7 +6,9 @@ twice.
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +66,10 @@ class A1111Api:
 
     async def run(self, route: str, body: dict[str, Any]) -> ApiAnswer:
         """Returns when the run is over: there is no limit on time."""
-        return await self._ask("POST", f"/sdapi/v1/{route}", None, is_run=True, json=body)
+        # In a thread: the pictures in it may have megabytes.
+        content = await asyncio.to_thread(lambda: json.dumps(body).encode())
+        headers = {"Content-Type": "application/json"}
+        return await self._ask("POST", f"/sdapi/v1/{route}", None, is_run=True, data=content, headers=headers)
 
     async def progress(self, timeout_s: float | None = None) -> ApiAnswer:
         return await self._ask(

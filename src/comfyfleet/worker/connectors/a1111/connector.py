@@ -110,6 +110,8 @@ class A1111:
             task.cancel()
         if self._tasks:
             await asyncio.wait(set(self._tasks.values()))
+        # Their pictures go now.
+        self._ended.clear()
         await self._api.close()
         await asyncio.to_thread(self._pictures.close)
 
@@ -366,22 +368,28 @@ class A1111:
 
     async def _await_earlier(self, run: A1111Run) -> None:
         """An agent that was killed may have sent this attempt already. Its pictures are lost."""
+        loop = asyncio.get_running_loop()
+        idle_since: float | None = None
         while True:
             task = await look_at_task(self._api, run.task_id)
             if task is None or not task.is_known:
                 return
-            look = await look_at_server(self._api)
             if task.is_completed:
                 raise fail(
                     FailureKind.TRANSIENT,
                     "The server has completed this attempt already, and its pictures are lost. It runs again.",
                 )
-            if look.is_idle:
+            if not (await look_at_server(self._api)).is_idle:
+                idle_since = None
+            elif idle_since is None:
+                # It may have ended between the two looks.
+                idle_since = loop.time()
+            elif loop.time() >= idle_since + self.settings.settle_s:
                 # It failed, and nobody was told.
                 return
             if run.cancelled.is_set():
                 raise _cancelled()
-            await asyncio.sleep(self.settings.poll_s)
+            await asyncio.sleep(min(self.settings.poll_s, self.settings.settle_s))
 
     async def _find_checkpoint(self, body: Mapping[str, Any]) -> ListedCheckpoint | None:
         """A server ignores a name that it does not have. None: the job names none, and the server does not tell which
@@ -404,22 +412,27 @@ class A1111:
         """Interrupts the run while it is surely ours. Otherwise it waits for its end. Raises `Unreachable`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_s
+        idle_since: float | None = None
         while True:
             post = None if run is None or run.is_lost else run.post
             if post is not None and post.done():
                 return True
             task = await look_at_task(self._api, task_id) if self.settings.exclusive else None
-            if task is not None and task.is_active:
-                look = await look_at_server(self._api)
-                if not look.is_idle:
+            if task is None or not (task.is_active or task.is_queued):
+                if post is None:
+                    # Unknown, ended, or not to be told from the run of somebody else.
+                    return True
+            elif (await look_at_server(self._api)).is_idle:
+                # What is active or queued on an idle server has failed, unless it is just about to begin.
+                idle_since = loop.time() if idle_since is None else idle_since
+                if post is None and loop.time() >= idle_since + self.settings.settle_s:
+                    return True
+            else:
+                idle_since = None
+                if task.is_active:
                     if run is not None:
                         run.interrupts += 1
                     await self._api.interrupt()
-                elif post is None:
-                    return True
-            elif post is None and (task is None or not task.is_queued):
-                # Unknown, ended, or not to be told from the run of somebody else.
-                return True
             if loop.time() >= deadline:
                 return False
             pause_s = min(self.settings.poll_s, max(0.0, deadline - loop.time()))

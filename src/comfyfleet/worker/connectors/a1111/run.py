@@ -183,13 +183,9 @@ class A1111Run:
 
     def _tell(self, look: ServerLook, task: TaskLook | None) -> None:
         self._percentage = max(self._percentage, round(100.0 * look.share, 1))
-        data: dict[str, Any] = {
-            "value": look.step,
-            "max": look.steps,
-            "node": self._route,
-            "percentage": self._percentage,
-        }
-        if look.steps:
+        data: dict[str, Any] = {"node": self._route, "percentage": self._percentage}
+        if look.step <= look.steps:
+            data |= {"value": look.step, "max": look.steps}
             data["message"] = f"{self._route}: step {look.step} of {look.steps}"
         if task is not None and task.eta_s is not None:
             data["remaining_s"] = round(task.eta_s, 2)
