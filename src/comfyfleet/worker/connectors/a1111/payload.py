@@ -131,7 +131,10 @@ class A1111Format(msgspec.Struct, frozen=True):
                     "type": "object",
                     "description": "The body of the request to /sdapi/v1/{route}. Further fields of the server are "
                     "sent as they are.",
-                    "properties": fields,
+                    # The server's own documentation shows null for a field that is not given.
+                    "properties": {
+                        name: {**each, "type": [each["type"], "null"]} for name, each in fields.items()
+                    },
                 },
             },
         }
