@@ -28,7 +28,7 @@ def test_a_connector_is_made_by_the_name_of_its_service() -> None:
 @pytest.mark.parametrize(
     ("service", "address", "told"),
     [
-        ("nothing", "http://x", "choose one of: comfyui, simulated"),
+        ("nothing", "http://x", "choose one of: comfyui, .*simulated"),
         ("comfyui", "ftp://x", "http or https"),
         ("simulated", "soon", "seconds"),
         ("simulated", "nan", "seconds"),
