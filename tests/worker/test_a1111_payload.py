@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.worker._a1111 import base64_of, payload, picture
 
-from comfyfleet.model.payload import PayloadReading
+from comfyfleet.model.payload import PayloadAmounts, PayloadReading
 from comfyfleet.model.workflow_graph import InvalidWorkflow
 from comfyfleet.worker.connectors.a1111 import PLUGIN
 
@@ -41,6 +41,7 @@ def refusal(value: Any) -> str:
         (payload(seed=-2), "body.seed", "-2 is not a seed"),
         (payload(seed=1.5), "body.seed", "1.5 is not a seed"),
         (payload(prompt=["x"]), "body.prompt", "it is not a text"),
+        (payload(enable_hr=True, hr_scale="2"), "body.hr_scale", "it is not a number"),
         (payload(force_task_id="mine"), "body.force_task_id", "ComfyFleet sets it"),
         (payload(send_images=False), "body.send_images", "ComfyFleet needs it to be true"),
         (payload(batch_size=20, n_iter=20), "body.n_iter", "it asks for 400 pictures"),
@@ -168,6 +169,26 @@ def test_files_of_the_hub_have_their_places() -> None:
         "body.alwayson_scripts.controlnet.args.0.image",
         "body.alwayson_scripts.controlnet.args.0.mask",
     ]
+
+
+@pytest.mark.parametrize(
+    ("body", "amounts"),
+    [
+        ({}, PayloadAmounts(3, 512 * 512, 1)),
+        ({"steps": 40, "width": 1024, "batch_size": 4, "n_iter": 9}, PayloadAmounts(40, 1024 * 512, 4)),
+        ({"enable_hr": True}, PayloadAmounts(3, 1024 * 1024, 1)),
+        (
+            {"enable_hr": True, "hr_scale": 1.5, "hr_resize_x": 2048, "hr_second_pass_steps": 9},
+            PayloadAmounts(9, 2048 * 768, 1),
+        ),
+        ({"enable_hr": False, "hr_scale": 8}, PayloadAmounts(3, 512 * 512, 1)),
+        ({"script_name": "x/y/z plot"}, None),
+    ],
+    ids=str,
+)
+def test_what_a_payload_asks_for_can_be_limited(body: dict[str, Any], amounts: PayloadAmounts | None) -> None:
+    assert read(**body).amounts == amounts
+    assert read("extra-single-image").amounts is None
 
 
 VALUES = st.fixed_dictionaries(

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from comfyfleet.model.payload import PayloadReading, check_plain, payload_hash
+from comfyfleet.model.payload import PayloadAmounts, PayloadReading, check_plain, payload_hash
 from comfyfleet.model.workflow_graph import InvalidWorkflow
 from comfyfleet.worker.connectors.a1111.names import (
     Route,
@@ -55,6 +55,8 @@ PICTURES: Mapping[str, tuple[str, ...]] = {
 }
 """The fields that hold pictures. Those in `PICTURE_LISTS` hold several."""
 PICTURE_LISTS = frozenset({"init_images", "imageList"})
+_DEFAULT_STEPS, _DEFAULT_EDGE, _DEFAULT_SCALE = 50, 512, 2.0
+"""Of the server, for fields that are left out."""
 _FIXED: Mapping[str, Any] = {"send_images": True, "override_settings_restore_afterwards": True}
 _SAME_CHECKPOINT = frozenset({"", "none", "use same checkpoint"})
 _SAME_SAMPLER = frozenset({"", "use same sampler"})
@@ -99,6 +101,7 @@ class A1111Format(msgspec.Struct, frozen=True):
             node_classes=needs.node_classes,
             seeds=tuple(f"body.{name}" for name in SEEDS if body.get(name) == -1),
             inputs=frozenset(f"body.{place}" for place in places_of(route, body)),
+            amounts=amounts_of(route, body),
         )
 
     def json_schema(self) -> dict[str, Any]:
@@ -209,6 +212,27 @@ def places_of(route: Route, body: Mapping[str, Any]) -> Iterator[str]:
             if isinstance(argument, Mapping) and "." not in name:
                 yield f"alwayson_scripts.{name}.args.{index}.image"
                 yield f"alwayson_scripts.{name}.args.{index}.mask"
+
+
+def amounts_of(route: Route, body: Mapping[str, Any]) -> PayloadAmounts | None:
+    """None for upscaling, because the size of the picture is not known, and with a script, which may do anything."""
+    if route.startswith("extra") or body.get("script_name"):
+        return None
+    steps = body.get("steps", _DEFAULT_STEPS)
+    width, height = body.get("width", _DEFAULT_EDGE), body.get("height", _DEFAULT_EDGE)
+    if route == "txt2img" and body.get("enable_hr"):
+        steps = max(steps, _number(body, "hr_second_pass_steps", 0))
+        scale = _number(body, "hr_scale", _DEFAULT_SCALE)
+        width = max(width * scale, _number(body, "hr_resize_x", 0))
+        height = max(height * scale, _number(body, "hr_resize_y", 0))
+    return PayloadAmounts(steps=steps, pixels=width * height, batch=body.get("batch_size", 1))
+
+
+def _number(body: Mapping[str, Any], name: str, default: float) -> float:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _invalid(f"body.{name}", "it is not a number", "Give a number")
+    return value
 
 
 def _check_fields(body: Mapping[str, Any]) -> None:
