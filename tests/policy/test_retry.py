@@ -37,6 +37,7 @@ FINAL = {
     FailureKind.DEPENDENCY_FAILED,
     FailureKind.UNRUNNABLE,
     FailureKind.UNREADABLE,
+    FailureKind.OUTCOME_UNKNOWN,
 }
 WORKER_CANNOT = {FailureKind.MISSING_NODE, FailureKind.MISSING_MODEL}
 NOBODYS_FAULT = {FailureKind.PAYLOAD_MISMATCH, FailureKind.INTERRUPTED}

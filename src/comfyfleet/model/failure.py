@@ -39,6 +39,8 @@ class FailureKind(StrEnum):
     PAYLOAD_MISMATCH = "payload_mismatch"
     # the payload cannot be decrypted any more
     UNREADABLE = "unreadable"
+    # a paid service may have run it, and nobody knows: another run may cost money a second time
+    OUTCOME_UNKNOWN = "outcome_unknown"
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -72,6 +72,8 @@ TABLE: dict[FailureKind, RetryRule] = {
     FailureKind.UNRUNNABLE: _JOBS_OWN_LIMIT,
     FailureKind.PAYLOAD_MISMATCH: _NOBODYS_FAULT,
     FailureKind.UNREADABLE: _JOBS_OWN_LIMIT,
+    # Only a person may decide to pay a second time.
+    FailureKind.OUTCOME_UNKNOWN: _JOBS_OWN_LIMIT,
 }
 
 

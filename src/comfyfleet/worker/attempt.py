@@ -309,6 +309,9 @@ class AttemptRun:
                 file_id = await self._api.store_output(self.ref, file, self._connector)
                 return msgspec.structs.replace(file, file_id=file_id)
             except Exception as error:
+                if isinstance(error, ServiceFailed) and error.failure.kind is FailureKind.OUTCOME_UNKNOWN:
+                    # The output is lost, and another run would have to be paid.
+                    raise
                 is_refused = isinstance(error, Refusal) and error.code is RefusalCode.TOO_LARGE
                 if is_refused or isinstance(error, FileTooLarge):
                     # The work is done: a file that only its server has is better than none.

@@ -47,7 +47,7 @@ def assert_not_blamed(failed: ServiceFailed) -> None:
 
 
 def assert_retried(failed: ServiceFailed, promise: DeliveryPromise) -> None:
-    if promise is DeliveryPromise.AT_MOST_ONCE and failed.failure.kind.value == "outcome_unknown":
+    if promise is DeliveryPromise.AT_MOST_ONCE and failed.failure.kind is FailureKind.OUTCOME_UNKNOWN:
         # Only a person decides to pay a second time.
         return
     assert isinstance(failed, ServiceBusy) or not rule_of(failed.failure).is_final, (
