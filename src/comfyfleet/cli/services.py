@@ -14,7 +14,8 @@ from comfyfleet.cli.output import print_json, print_table
 if TYPE_CHECKING:
     from comfyfleet.wire.answers import ServiceBody
 
-_MOST_FIELDS = 12
+_MOST_CHARACTERS = 44
+"""The list fits into 80 columns; NAME shows the rest."""
 
 
 @command("services")
@@ -64,5 +65,8 @@ def fields_of(schema: dict[str, Any] | None) -> str:
     required = [each for each in schema.get("required", ()) if each in fields]
     words = [f"{each} (required)" for each in required]
     words += [each for each in fields if each not in required]
-    more = f" and {len(words) - _MOST_FIELDS} more" if len(words) > _MOST_FIELDS else ""
-    return ", ".join(words[:_MOST_FIELDS]) + more
+    shown = words[:1]
+    while len(shown) < len(words) and len(", ".join(words[: len(shown) + 1])) <= _MOST_CHARACTERS:
+        shown = words[: len(shown) + 1]
+    left = len(words) - len(shown)
+    return ", ".join(shown) + (f" and {left} more" if left else "")
