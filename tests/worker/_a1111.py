@@ -92,6 +92,7 @@ async def saved(connector: A1111, result: JobResult, folder: Path) -> list[bytes
         size = await connector.save(file, path)
         found.append(path.read_bytes())
         assert size == len(found[-1])
+        assert await connector.fetch(file) == found[-1]
     return found
 
 

@@ -202,6 +202,25 @@ async def test_a_run_that_stalls_is_given_up_and_interrupted() -> None:
         assert fake.requests["/sdapi/v1/interrupt"] >= 1
 
 
+async def test_loading_a_checkpoint_is_no_stall() -> None:
+    async with server_and_connector(load_seconds=0.6) as (_, connector):
+        job = job_of(override_settings={"sd_model_checkpoint": "other"})
+        timeouts = Timeouts(stall_s=0.2)
+        assert (await attempt(connector, msgspec.structs.replace(job, timeouts=timeouts)).result()).files
+    async with server_and_connector(tuned(load_s=0.1, stop_s=0.1), load_seconds=60.0) as (_, connector):
+        failure = await attempt(connector, msgspec.structs.replace(job, timeouts=timeouts)).failure()
+        assert failure.kind is FailureKind.STALL_TIMEOUT
+
+
+async def test_an_upscaling_has_its_stall_timeout_for_all_of_it() -> None:
+    async with server_and_connector(extras_seconds=60.0) as (_, connector):
+        job = job_of("extra-single-image", image=base64_of(picture()))
+        failure = await attempt(
+            connector, msgspec.structs.replace(job, timeouts=Timeouts(stall_s=0.2))
+        ).failure()
+        assert failure.kind is FailureKind.STALL_TIMEOUT
+
+
 async def test_a_run_that_moves_does_not_stall() -> None:
     async with server_and_connector() as (_, connector):
         job = msgspec.structs.replace(job_of(steps=100), timeouts=Timeouts(stall_s=0.5))

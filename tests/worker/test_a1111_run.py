@@ -26,7 +26,7 @@ from tests.worker._a1111 import (
 )
 
 from comfyfleet.model.fact import ProgressKind
-from comfyfleet.model.failure import FailureKind
+from comfyfleet.model.failure import FailureKind, FileTooLarge, ServiceFailed
 from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.testing.fake_a1111 import FakeCheckpoint, FakeSubject, drawn_pixels, pixels_of
@@ -296,8 +296,28 @@ async def test_the_oldest_pictures_go_when_too_many_are_kept(tmp_path: Path) -> 
         kept = kept_in(tmp_path)
         assert 0 < len(kept) < 5
         assert await saved(connector, results[-1], tmp_path)
-        with pytest.raises(Exception, match="no longer has"):
+        with pytest.raises(ServiceFailed, match="no longer has"):
             await saved(connector, results[0], tmp_path)
+
+
+async def test_a_picture_above_the_limit_is_not_fetched_and_stays(tmp_path: Path) -> None:
+    async with server_and_connector(tuned(max_file_bytes=20, max_fetch_bytes=20)) as (_, connector):
+        result = await attempt(connector, job_of()).result()
+        with pytest.raises(FileTooLarge, match="the limit, or the free disk space, is 20"):
+            await connector.save(result.files[0], tmp_path / "x")
+        with pytest.raises(FileTooLarge):
+            await connector.fetch(result.files[0])
+        assert not kept_in(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["filename", "subfolder"])
+async def test_a_name_that_leads_elsewhere_leads_nowhere(field: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    async with server_and_connector(tuned(spool=tmp_path)) as (_, connector):
+        (file,) = (await attempt(connector, job_of()).result()).files
+        wrong = msgspec.structs.replace(file, **{field: f"../../{tmp_path.name}/secret"})
+        with pytest.raises(ServiceFailed, match="no longer has"):
+            await connector.fetch(wrong)
 
 
 async def test_outputs_that_nobody_wants_are_not_kept(tmp_path: Path) -> None:

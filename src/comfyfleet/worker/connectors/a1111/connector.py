@@ -240,6 +240,10 @@ class A1111:
         """Copies a picture of an ended run to a path and returns its size. Raises `ServiceFailed`."""
         return await asyncio.to_thread(self._pictures.save, file, path)
 
+    async def fetch(self, file: OutputFile) -> bytes:
+        """The content of a picture of an ended run. Raises `ServiceFailed`."""
+        return await asyncio.to_thread(self._pictures.read, file)
+
     async def clean_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
         if are_outputs_kept:
             await asyncio.to_thread(self._pictures.remove, prompt_id_of(job.attempt_id))

@@ -156,21 +156,28 @@ class KeptPictures:
 
     def save(self, file: OutputFile, path: Path) -> int:
         """Blocks. Copies a kept picture and returns its size."""
-        is_kept = self._folder is not None and file.subfolder in self._sizes
-        # Only the last parts of names that we gave ourselves lead anywhere.
-        source = Path(self._folder.name) / file.subfolder / Path(file.filename).name if self._folder else None
-        if not is_kept or source is None or not source.is_file():
-            raise fail(
-                FailureKind.UNKNOWN,
-                f"The worker no longer has {file.filename!r}: it was restarted, or newer pictures took the space.",
-            )
-        size = source.stat().st_size
+        source = self._path(file)
         free = shutil.disk_usage(path.parent).free - self._settings.min_free_bytes
-        if size > min(self._settings.max_file_bytes, max(0, free)):
-            words = f"The file {file.filename!r} has {size} bytes, which is more than the limit or the free disk space."
-            raise FileTooLarge(Failure(FailureKind.UNKNOWN, words))
+        size = _checked_size(source, min(self._settings.max_file_bytes, max(0, free)))
         shutil.copyfile(source, path)
         return size
+
+    def read(self, file: OutputFile) -> bytes:
+        """Blocks."""
+        source = self._path(file)
+        _checked_size(source, self._settings.max_fetch_bytes)
+        return source.read_bytes()
+
+    def _path(self, file: OutputFile) -> Path:
+        if self._folder is not None and file.subfolder in self._sizes:
+            # Only the last part of a name that we gave ourselves leads anywhere.
+            path = Path(self._folder.name) / file.subfolder / Path(file.filename).name
+            if path.is_file():
+                return path
+        raise fail(
+            FailureKind.UNKNOWN,
+            f"The worker no longer has {file.filename!r}: it was restarted, or newer pictures took the space.",
+        )
 
     def remove(self, task_id: str) -> None:
         """Blocks. Nothing happens if there are none."""
@@ -180,6 +187,14 @@ class KeptPictures:
     def _make_room(self, size: int) -> None:
         while self._sizes and sum(self._sizes.values()) + size > self._settings.max_kept_bytes:
             self.remove(next(iter(self._sizes)))
+
+
+def _checked_size(path: Path, most: int) -> int:
+    size = path.stat().st_size
+    if size > most:
+        words = f"The file {path.name!r} has {size} bytes; the limit, or the free disk space, is {most}."
+        raise FileTooLarge(Failure(FailureKind.UNKNOWN, words))
+    return size
 
 
 def _decoded(text: str, number: int) -> bytes:

@@ -73,6 +73,7 @@ class A1111Run:
         self._accepted_at: float | None = None
         self._sign_at = 0.0
         self._sign: object = None
+        self._has_stepped = False
         self._percentage = 0.0
         self._preview_id = -1
         self._disturbed: set[str] = set()
@@ -165,6 +166,7 @@ class A1111Run:
         return look, task
 
     def _note(self, look: ServerLook) -> None:
+        self._has_stepped = self._has_stepped or look.step > 0 or look.number > 0
         if look.sign != self._sign:
             self._sign, self._sign_at = look.sign, self._loop.time()
         if look.is_disturbed and not self.interrupts:
@@ -216,12 +218,17 @@ class A1111Run:
                     FailureKind.START_TIMEOUT,
                     f"The server let the run wait for {timeouts.start_s:g} s. It may still run it later.",
                 )
-        elif timeouts.stall_s is not None and now >= self._sign_at + timeouts.stall_s:
-            return Failure(
-                FailureKind.STALL_TIMEOUT,
-                f"The run gave no sign of life for {timeouts.stall_s:g} s.",
-                node_id=self._route,
-            )
+        elif timeouts.stall_s is not None:
+            has_steps = not self._route.startswith("extra")
+            stall_s = timeouts.stall_s
+            if has_steps and not self._has_stepped:
+                stall_s = max(stall_s, self._settings.load_s)
+            if now >= self._sign_at + stall_s:
+                return Failure(
+                    FailureKind.STALL_TIMEOUT,
+                    f"The run gave no sign of life for {stall_s:g} s.",
+                    node_id=self._route,
+                )
         return None
 
     # the end

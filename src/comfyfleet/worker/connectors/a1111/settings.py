@@ -41,6 +41,9 @@ class A1111Settings(ServerLimits, frozen=True, kw_only=True):
     connect_s: float = 10.0
     accept_s: float = 60.0
     """How long the server may not know of a run that was sent, unless the attempt has its own limit."""
+    load_s: float = 300.0
+    """How long a run may be silent before its first step, even if its stall timeout is shorter: a checkpoint may have
+    to be loaded."""
     poll_s: float = 1.0
     """How often a run is looked at."""
     settle_s: float = 2.0
