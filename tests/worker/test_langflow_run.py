@@ -263,7 +263,7 @@ async def test_a_server_that_is_shut_down_in_a_run_has_crashed_for_the_job() -> 
 
 
 async def test_events_go_on_after_each_cut_and_none_is_lost() -> None:
-    async with connected() as (connector, fake):
+    async with connected(tuned(settle_s=60.0)) as (connector, fake):
         fake.faults.cut_streams = 6
         attempt = ConnectorAttempt(connector, leased({"flow": "lab-picture", "input_value": "cat"}))
         result = await attempt.result()

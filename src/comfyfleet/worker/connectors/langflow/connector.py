@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from comfyfleet.model.calls import LeasedJob, ProgressReport, RunningAttempt
-from comfyfleet.model.failure import Failure, FailureKind, FileTooLarge, ServiceFailed
+from comfyfleet.model.failure import Failure, FailureKind, FileTooLarge, ServiceBusy, ServiceFailed
 from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import Attachment, JobResult, OutputFile
@@ -149,9 +149,12 @@ class LangFlow:
             return result
         except InvalidWorkflow as error:
             raise fail(FailureKind.INVALID_WORKFLOW, str(error)) from error
+        except AnswerTooLarge as error:
+            raise fail(FailureKind.TRANSIENT, f"LangFlow's answer about the flow has {error}.") from error
         except Unreachable as error:
-            # Every step before the submit can be repeated elsewhere.
-            raise fail(FailureKind.TRANSIENT, f"Cannot prepare the run on LangFlow: {error}") from error
+            # Nothing was submitted yet.
+            failure = Failure(FailureKind.TRANSIENT, f"Cannot prepare the run on LangFlow: {error}")
+            raise ServiceBusy(failure) from error
         except ServiceFailed as failed:
             if isinstance(failed, failures.KeyRefused):
                 self._health.refused_key(None)
