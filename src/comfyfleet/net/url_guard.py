@@ -243,7 +243,7 @@ class UrlGuard:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = _Connector(
-                resolver=_CheckingResolver(self._lookup, self.allowed),
+                resolver=CheckingResolver(self._lookup, self.allowed),
                 use_dns_cache=False,
                 force_close=True,
                 limit=0,
@@ -283,7 +283,7 @@ class UrlGuard:
         return await asyncio.wrap_future(found)
 
 
-class _CheckingResolver(AbstractResolver):
+class CheckingResolver(AbstractResolver):
     """The connector connects only to addresses that this resolver answers."""
 
     def __init__(self, lookup: Lookup, allowed: AllowedHosts) -> None:

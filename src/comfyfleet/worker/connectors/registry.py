@@ -26,6 +26,7 @@ BUILT_IN: Mapping[str, str] = {
     "a1111": "comfyfleet.worker.connectors.a1111:PLUGIN",
     "langflow": "comfyfleet.worker.connectors.langflow:PLUGIN",
     "simulated": "comfyfleet.worker.connectors.simulated:PLUGIN",
+    "comfy_cloud": "comfyfleet.worker.connectors.comfy_cloud:PLUGIN",
 }
 
 _LOG = logging.getLogger(__name__)
