@@ -26,7 +26,13 @@ from comfyfleet.worker.heartbeat import CommandListener, HeartbeatLoop
 from comfyfleet.worker.journal import Journal, StartedAttempt, stop_orphan
 from comfyfleet.worker.progress_sender import ProgressSender
 from comfyfleet.worker.registration import Registration
-from comfyfleet.worker.servers import HasClientId, MonitoredServer, ReportsConnection, check_all
+from comfyfleet.worker.servers import (
+    HasClientId,
+    MonitoredServer,
+    ReportsConnection,
+    check_all,
+    leaves_runs,
+)
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff, wait_within
 from comfyfleet.worker.slots import AgentContext, Outage, Slots
 
@@ -305,7 +311,8 @@ class Agent:
         return None
 
     async def _clear_away(self, begun: StartedAttempt) -> None:
-        if (server := self._by_service.get(begun.service)) is not None:
+        server = self._by_service.get(begun.service)
+        if server is not None and not leaves_runs(server.connector):
             await stop_orphan(begun, self.worker_id, server.connector, self._settings.cancel_timeout_s)
         if self._journal is not None:
             self._journal.end(begun.ref)

@@ -33,6 +33,7 @@ from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.ports import Connector, InputSource, OutputReceiver, OutputSource, WorkerApi
 from comfyfleet.worker.job_files import TransferRetry, clean_up, gather_bounded, no_source, with_inputs
 from comfyfleet.worker.progress_sender import ProgressBuffer, ProgressSender
+from comfyfleet.worker.servers import leaves_runs
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_retryable, wait_within
 
 _log = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ _RELEASES: dict[StopReason, WorkerReleaseReason] = {
     StopReason.RETRY: "retry",
     StopReason.DRAIN: "drain",
 }
+
+
+_LEASE_IS_OVER = (StopReason.LEASE_LOST, StopReason.ABANDONED)
 
 
 class AttemptRun:
@@ -250,6 +254,8 @@ class AttemptRun:
             self._runner.cancel()
 
     async def _cancel_on_service(self) -> None:
+        if self._stop_reason in _LEASE_IS_OVER and leaves_runs(self._connector):
+            return
         try:
             async with asyncio.timeout(self._settings.cancel_timeout_s):
                 await self._connector.cancel_job(self.job)

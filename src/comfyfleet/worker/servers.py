@@ -53,6 +53,17 @@ class FindsByName(Protocol):
     async def find(self, names: frozenset[str]) -> frozenset[str]: ...
 
 
+@runtime_checkable
+class ContinuesEarlierLeases(Protocol):
+    """A connector whose runs are paid. A run whose lease is over is not stopped: the next lease continues with it."""
+
+    continues_earlier_leases: bool
+
+
+def leaves_runs(connector: Connector) -> bool:
+    return isinstance(connector, ContinuesEarlierLeases) and connector.continues_earlier_leases
+
+
 class MonitoredServer:
     def __init__(
         self, connector: Connector, settings: AgentSettings, on_lost: Callable[[], None] = lambda: None

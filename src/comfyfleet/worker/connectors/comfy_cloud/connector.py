@@ -53,6 +53,8 @@ class ComfyCloud:
     """One account as a `Connector`, and an async context manager that opens and closes it."""
 
     service_name = "comfyui"
+    continues_earlier_leases = True
+    """Another worker may follow the run of a lease that this one has lost, and a stopped run is paid all the same."""
 
     def __init__(self, url: str, settings: ComfyCloudSettings) -> None:
         """Raises `ValueError` for an invalid address."""

@@ -22,7 +22,7 @@ from comfyfleet.worker.connectors.comfy_cloud import failures
 from comfyfleet.worker.connectors.comfy_cloud.account import CloudAccount
 from comfyfleet.worker.connectors.comfy_cloud.api import CloudApi
 from comfyfleet.worker.connectors.comfy_cloud.backoff import CloudBackoff, with_jitter
-from comfyfleet.worker.connectors.comfy_cloud.event_stream import CloudEventStream, CloudEvent
+from comfyfleet.worker.connectors.comfy_cloud.event_stream import CloudEvent, CloudEventStream
 from comfyfleet.worker.connectors.comfy_cloud.job_state import ENDS, job_in, read_end, stop
 from comfyfleet.worker.connectors.comfy_cloud.outputs import read_outputs
 from comfyfleet.worker.connectors.comfy_cloud.settings import ComfyCloudSettings
