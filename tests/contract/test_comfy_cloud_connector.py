@@ -13,6 +13,7 @@ from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult
 from comfyfleet.ports import Connector, OutputSource
 from comfyfleet.testing.contract.connector import ConnectorContract, MakeScene
+from comfyfleet.testing.contract.connector_plugin import ConnectorPluginContract
 from comfyfleet.testing.contract.connector_scene import (
     ConnectorAbility,
     ConnectorFault,
@@ -26,6 +27,7 @@ from comfyfleet.testing.fake_comfyui import NodeFault
 from comfyfleet.testing.faulty_proxy import FaultyProxy, ProxyMode
 from comfyfleet.worker.connectors.comfy_cloud import PLUGIN, ComfyCloud
 
+SETTINGS = {"key": KEY}
 MODEL = "sd15.safetensors"
 CANNOT = {
     ConnectorFault.NEVER_ACCEPTS: "a submission without an answer is repeated under its key until it is cleared up",
@@ -154,6 +156,31 @@ class ComfyCloudScene(ConnectorScene):
         cards.fail_nodes, cards.missing_models = [], []
         self.fake.give_credits(max(0.0, 100.0 - self.fake.credits))
         self.fake.let_start()
+
+
+def graph(mark: int, checkpoint: str = MODEL) -> dict[str, Any]:
+    return {
+        **ComfyCloudScene().payload(mark),
+        "5": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": checkpoint}},
+    }
+
+
+class TestComfyCloudPlugin(ConnectorPluginContract):
+    plugin = PLUGIN
+    address = "https://cloud.comfy.org"
+    settings = SETTINGS
+    wrong_addresses = (
+        "ftp://host",
+        "https://",
+        "http://cloud.comfy.org",
+        "https://me:secret@cloud.comfy.org",
+    )
+    same = (graph(1), graph(2))
+    other = ({"1": graph(1)["1"], "2": graph(1)["2"]}, graph(1, checkpoint="other.ckpt"))
+    wrong = (
+        ("class_type", {"1": {"inputs": {}}}),
+        ("inputs", {"1": {"class_type": "EmptyImage", "inputs": 7}}),
+    )
 
 
 class TestComfyCloudConnector(ConnectorContract):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ class ConnectorPluginContract(PayloadFormatContract):
     address: str
     """A valid address. Nobody has to listen there."""
     wrong_addresses: Sequence[str] = ()
+    settings: Mapping[str, Any] = {}
+    """Those that the connector requires, such as a key."""
 
     @property
     def payload_format(self) -> PayloadFormat:  # type: ignore[override]
@@ -31,15 +34,15 @@ class ConnectorPluginContract(PayloadFormatContract):
         assert _NAME.fullmatch(self.plugin.payload.service)
 
     async def test_it_makes_a_connector_of_its_service_without_connecting(self) -> None:
-        connector = self.plugin.connect(self.address, {})
+        connector = self.plugin.connect(self.address, self.settings)
         assert connector.service_name == self.plugin.payload.service
         await connector.close()
 
     def test_a_wrong_address_is_refused_at_once(self) -> None:
         for address in self.wrong_addresses:
             with pytest.raises(ValueError, match=r"\w"):
-                self.plugin.connect(address, {})
+                self.plugin.connect(address, self.settings)
 
     def test_a_setting_that_does_not_exist_is_named(self) -> None:
         with pytest.raises(ValueError, match="no_such_setting"):
-            self.plugin.connect(self.address, {"no_such_setting": 1})
+            self.plugin.connect(self.address, {**self.settings, "no_such_setting": 1})
