@@ -21,7 +21,7 @@ from tests.worker._langflow import (
 
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.fact import ProgressKind
-from comfyfleet.model.failure import FailureKind, ServiceBusy
+from comfyfleet.model.failure import FailureKind, ServiceBusy, ServiceFailed
 from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.job import Attachment, Timeouts
@@ -341,8 +341,9 @@ async def test_a_restarted_agent_stops_a_run_of_which_it_knows_only_the_attempt(
     assert fake.jobs.runs == ["endless"]
 
 
-async def test_a_submit_that_arrives_after_the_cancel_does_not_run() -> None:
-    async with connected() as (connector, fake):
+@pytest.mark.parametrize("version", ["1.13.0", "1.11.0"])
+async def test_a_submit_that_arrives_after_the_cancel_does_not_run(version: str) -> None:
+    async with connected(fake=FakeLangFlowSettings(version=version)) as (connector, fake):
         job = leased(SLEEP)
         await connector.cancel_job(job)
         failure = await ConnectorAttempt(connector, job).failure()
@@ -350,8 +351,9 @@ async def test_a_submit_that_arrives_after_the_cancel_does_not_run() -> None:
     assert fake.jobs.runs == []
 
 
-async def test_asking_for_an_unknown_attempt_leaves_its_key_free() -> None:
-    async with connected() as (connector, fake):
+@pytest.mark.parametrize("version", ["1.13.0", "1.11.0"])
+async def test_asking_for_an_unknown_attempt_leaves_its_key_free(version: str) -> None:
+    async with connected(fake=FakeLangFlowSettings(version=version)) as (connector, fake):
         job = leased(SLEEP)
         for _ in range(2):
             assert (await connector.reconcile(job)).state == "unknown"
@@ -409,3 +411,14 @@ async def test_the_version_says_how_flows_run(version: str, has_jobs: bool) -> N
         assert (await connector.inventory()).capabilities.services[0].version == version
     assert bool(fake.jobs.by_id) is has_jobs
     assert bool(fake.direct_runs.all) is not has_jobs
+
+
+async def test_a_compressed_list_of_flows_is_unpacked_up_to_the_limit() -> None:
+    many = tuple(FakeFlow(f"{n:08d}-0000-4000-8000-000000000000", f"flow {n}") for n in range(2_000))
+    older = FakeLangFlowSettings(version="1.11.0", flows=many)
+    async with connected(fake=older) as (connector, _):
+        models = (await connector.inventory()).capabilities.services[0].models
+        assert models is not None and "flow 1999" in models
+    async with connected(tuned(max_answer_bytes=100_000), older) as (connector, _):
+        with pytest.raises(ServiceFailed, match="more than 100000 bytes"):
+            await connector.inventory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,13 @@ class FlowRoutes:
         return answer_json(user)
 
     async def flows(self, _request: web.Request) -> web.Response:
-        return answer_json([{**_header(flow), "data": None} for flow in self._server.flows])
+        listed = [{**_header(flow), "data": None} for flow in self._server.flows]
+        if self._server.is_before_1_13:
+            # Whatever the client accepts.
+            packed = gzip.compress(json.dumps(listed).encode())
+            headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+            return web.Response(body=packed, headers=headers)
+        return answer_json(listed)
 
     async def flow(self, request: web.Request) -> web.Response:
         flow = self._server.find_flow(request.match_info["flow_id"])

@@ -116,6 +116,12 @@ class FakeLangFlow:
         major, minor = self.settings.version.split(".")[:2]
         return int(major) > 1 or int(minor) >= 11
 
+    @property
+    def is_before_1_13(self) -> bool:
+        """As seen with a real 1.11: the list of flows is compressed, and tweaks of code are ignored."""
+        major, minor = self.settings.version.split(".")[:2]
+        return int(major) < 2 and int(minor) < 13
+
     def find_flow(self, name: str) -> FakeFlow | None:
         for flow in self.flows:
             if name in (flow.flow_id, flow.endpoint_name):

@@ -83,7 +83,9 @@ class WorkflowRoutes:
         asked = RunRequest(
             input_value=body.get("input_value", ""),
             session=body.get("session_id") or flow.flow_id,
-            tweaks=body.get("tweaks") or {},
+            tweaks=_without_code(body.get("tweaks") or {})
+            if server.is_before_1_13
+            else body.get("tweaks") or {},
             files=list(body.get("files") or []),
             # As recorded: in background mode the field `globals` has no effect.
             is_empty=any(bound is not None and bound not in known for bound in bounds),
@@ -106,7 +108,8 @@ class WorkflowRoutes:
             words = f"Workflow job {job_id} not found"
             return detail(404, "Workflow job not found", "JOB_NOT_FOUND", words, job_id=job_id)
         if job.state == "completed":
-            return answer_json(_result(job))
+            session = {"session_id": None} if self._server.is_before_1_13 else {}
+            return answer_json({**_result(job), **session})
         is_unclear = job.state == "cancelled" and self._server.clock.now() < job.unclear_until
         if job.state == "failed" or is_unclear:
             words = f"Job {job_id} has failed execution."
@@ -222,6 +225,14 @@ def _result(job: FakeLangFlowJob) -> dict[str, Any]:
         "outputs": outputs,
         "human_request": None,
         "has_errors": False,
+    }
+
+
+def _without_code(tweaks: dict[str, Any]) -> dict[str, Any]:
+    return {
+        component: {name: value for name, value in fields.items() if name != "code"}
+        for component, fields in tweaks.items()
+        if isinstance(fields, dict)
     }
 
 

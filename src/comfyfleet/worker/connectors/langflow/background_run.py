@@ -292,8 +292,11 @@ class BackgroundRun:
         while not self._events.has_ended and not self._is_deaf and self._loop.time() < deadline:
             self._wake.clear()
             await self._wait(deadline - self._loop.time())
-        if is_probe(body):
-            raise interrupted("The attempt was cancelled before it was submitted.")
+        # LangFlow 1.11 does not name the session of a completed job.
+        if is_probe(body) or (self._events.ran_nothing and not body.get("outputs")):
+            raise interrupted(
+                "The run had no component: the attempt was cancelled before it was submitted, or the flow is empty."
+            )
         if self._events.invalid is not None:
             raise ServiceFailed(self._events.invalid)
         if not self._events.has_ended:

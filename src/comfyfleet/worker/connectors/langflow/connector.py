@@ -42,6 +42,8 @@ T = TypeVar("T")
 FIRST_WITH_JOBS = 11
 """The minor version with background jobs and idempotency keys: 1.11, or 0.11 of langflow-base without langflow."""
 
+_FIRST_WITH_REFUSED_CODE = 13
+"""The minor version that is known to refuse tweaks of code. 1.11 ignores them, so that a probe keeps the key."""
 _MAX_REMEMBERED = 10_000
 _PROBED_FLOWS = 5
 _VERSION = re.compile(r"(\d+)\.(\d+)")
@@ -63,6 +65,7 @@ class LangFlow:
         """The job ids of attempts, also after their end: a cancel can come late."""
         self._background: set[asyncio.Task[Any]] = set()
         self._has_jobs: bool | None = None
+        self._refuses_code = False
         self._version: str | None = None
 
     @property
@@ -340,7 +343,7 @@ class LangFlow:
         under way does not start any more. Without, LangFlow refuses its tweak, and the key is free again."""
         if self._has_jobs is None:
             await self._read_version()
-        if not self._has_jobs:
+        if not self._has_jobs or not (keeps_key or self._refuses_code):
             return None
         for flow in flows.read_flows((await self._api.flows()).body)[:_PROBED_FLOWS]:
             tweaks: dict[str, Any] = {}
@@ -390,8 +393,9 @@ class LangFlow:
         run = BackgroundRun(job, call, lambda _: None, self._api, self.settings)
         try:
             result = await run.collect(job_id, body, min(5.0, self.settings.settle_s))
-        except ServiceFailed:
-            return RunningAttempt("failed")
+        except ServiceFailed as failed:
+            is_cancelled = failed.failure.kind is FailureKind.INTERRUPTED
+            return RunningAttempt("interrupted" if is_cancelled else "failed")
         return RunningAttempt("completed", result)
 
     # state of the server
@@ -416,6 +420,9 @@ class LangFlow:
                 version[:50],
             )
         self._version, self._has_jobs = version[:50], has_jobs
+        self._refuses_code = found is not None and (
+            int(found[1]) > 1 or int(found[2]) >= _FIRST_WITH_REFUSED_CODE
+        )
         assert isinstance(answer.body, Mapping)
         return answer.body
 
