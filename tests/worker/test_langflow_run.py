@@ -398,7 +398,7 @@ async def test_an_older_server_runs_flows_and_a_warning_says_what_is_lost(
         assert fake.direct_runs.all[-1].state == "stopped"
         assert (await endless.failure()).kind is FailureKind.INTERRUPTED
     assert caplog.text.count("has no background jobs") == 1
-    assert file.subfolder == "0c1b6f0e-5d3a-4f0e-9a53-2e6b9b3c2501"
+    assert (file.node_id, file.subfolder) == ("ChatOutput-z", "0c1b6f0e-5d3a-4f0e-9a53-2e6b9b3c2501")
 
 
 @pytest.mark.parametrize(

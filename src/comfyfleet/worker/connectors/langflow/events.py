@@ -124,7 +124,7 @@ class RunEvents:
             case "end_vertex":
                 self._end_vertex(data.get("build_data"))
             case "add_message":
-                self._collect_files(data, None)
+                self.collect_files(data, None)
             case "output":
                 component = data.get("component_id")
                 if isinstance(component, str) and len(self.outputs) < MAX_VERTICES:
@@ -160,10 +160,10 @@ class RunEvents:
         results = data.get("results") if isinstance(data, Mapping) else None
         for message in results.values() if isinstance(results, Mapping) else ():
             if isinstance(message, Mapping):
-                self._collect_files(message, vertex)
+                self.collect_files(message, vertex)
 
-    def _collect_files(self, message: Mapping[str, Any], vertex: str | None) -> None:
-        """`vertex`: the component that made it. None: the message may say."""
+    def collect_files(self, message: Mapping[str, Any], vertex: str | None) -> None:
+        """`vertex`: the component that returned it. None: the message may say who made it."""
         inner = message.get("data")
         inner = inner if isinstance(inner, Mapping) else message
         named = inner.get("files")

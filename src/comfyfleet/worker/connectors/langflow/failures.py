@@ -144,7 +144,7 @@ def run_error(error: Mapping[str, Any]) -> Failure:
     component = _words(source.get("display_name")) or None
     built = _COMPONENT.search(words)
     if built is not None:
-        component = component or built[1]
+        component, words = component or built[1], built[2]
     return Failure(
         _kind(exception, f"{words} {reason}"),
         f"{component or 'The flow'} failed: {words.strip() or exception or 'no reason was given'}",

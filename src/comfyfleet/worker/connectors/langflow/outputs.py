@@ -37,6 +37,9 @@ def read_streamed(
                 continue
             artifacts, results = each.get("artifacts"), each.get("results")
             artifacts = artifacts if isinstance(artifacts, Mapping) else {}
+            for message in results.values() if isinstance(results, Mapping) else ():
+                if isinstance(message, Mapping):
+                    events.collect_files(message, name)
             outputs[name] = {
                 "type": "message" if isinstance(artifacts.get("message"), str) else "data",
                 "status": "completed",
