@@ -104,6 +104,27 @@ async def test_a_job_that_was_retried_by_hand_has_the_same_needs(rig: Rig) -> No
     assert (await rig.take("sim")).workflow == {"models": ["a"]}
 
 
+async def test_a_large_payload_is_read_again_for_a_retry(rig: Rig) -> None:
+    await add_worker(rig, "sim", "simulated", "a")
+    large = {"models": ["a"], "outputs": {"out": {"text": "x" * 100_000}}}
+    job_id = (await rig.engine.submit(asks(large))).job_id
+    await rig.engine.cancel(job_id)
+    await rig.engine.retry(job_id)
+    await add_worker(rig, "none", "simulated", "other model")
+    assert await rig.poll("none") is None
+    assert (await rig.take("sim")).workflow == large
+
+
+async def test_a_payload_that_the_present_format_refuses_can_still_be_retried() -> None:
+    async with Rig() as rig:
+        older = Engine(rig.store, clock=rig.clock)
+        job_id = (await older.submit(asks({"of": "an older version"}))).job_id
+        await rig.engine.cancel(job_id)
+        await rig.engine.retry(job_id)
+        await add_worker(rig, "sim", "simulated")
+        assert (await rig.take("sim")).workflow == {"of": "an older version"}
+
+
 async def test_a_wrong_payload_is_refused_with_the_field(rig: Rig) -> None:
     with pytest.raises(InvalidWorkflow, match=r"'payload\.seconds'") as refused:
         await rig.engine.submit(asks({"seconds": "long"}))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.hub._hub import TENANT, HubRig, graph, hub_in_process, running_hub, submission
+from tests.hub.test_socket import connected
 from tests.servers.postgres_database import emptied_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
@@ -247,6 +248,23 @@ async def test_a_small_worker_is_told_which_models_of_a_service_wait(plain: HubR
     assert answer.body["warnings"] == ["no worker is connected"]
     view = await plain.engine.get(JobId(answer.body["id"]))
     assert view.dispatch.phase is Phase.QUEUED
+
+
+async def test_an_old_caller_submits_a_payload_over_the_websocket(workers: Workers) -> None:
+    async with running_hub() as rig:
+        await workers.add(rig)
+        payload = {"outputs": {"out": {"x": [1]}}}
+        async with connected(rig, Role.ADMIN) as line:
+            told = await line.ask(
+                "submit_job", service_required="simulated", payload=payload, message_id="m1"
+            )
+            assert told["type"] == "job_submitted", told
+            assert (await result_of(rig, told["job_id"]))["payload"]["sha256"] == [made(payload)]
+            refused = await line.ask("submit_job", service_required="simulated", payload={"x": 1})
+            while refused["type"] not in ("error", "job_submitted"):
+                refused = await line.next()
+            assert refused["type"] == "error" and "unknown field `x`" in str(refused)
+        await workers.close()
 
 
 HOSTILE: dict[str, Callable[[], bytes]] = {

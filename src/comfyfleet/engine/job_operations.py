@@ -16,6 +16,7 @@ from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.engine.payload_reader import needs_of
 from comfyfleet.engine.placement import initial_class, needed_class
 from comfyfleet.model.calls import CancelReply, JobView, Submitted
 from comfyfleet.model.dispatch import (
@@ -173,11 +174,12 @@ class JobOperations:
             )
         check_refused(workflow_hash, submission.tenant, fleet.refused)
         tenant = await self._context.admission_control.terms(submission.tenant) if is_legal else None
-        reading = None if tenant is None else self._context.payloads.of_stored(submission)
+        reading = await self._context.payloads.of_stored(submission, view.dispatch.payload_bytes)
         placed = submission if tenant is None else under_terms(submission, tenant, reading)
         ceiling = None if tenant is None else tenant.caps.max_priority
         stats = await self._context.stats(workflow_hash)
-        cls = await needed_class(self._context, self._catalogs, placed, stats)
+        needs = None if reading is None else needs_of(reading)
+        cls = await needed_class(self._context, self._catalogs, placed, stats, needs)
         place = initial_class(self._context, cls, stats, await self._context.store.now())
         # A job that was released before has its inputs, even if the awaited jobs are gone.
         awaits_jobs = view.dispatch.awaits_jobs and is_legal

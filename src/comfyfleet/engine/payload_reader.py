@@ -6,16 +6,21 @@ A format comes from a connector, perhaps from somebody else's package, so what i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from comfyfleet.model.encrypted import found_in
+from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.job import Submission
 from comfyfleet.model.payload import COMFYUI, OpaqueFormat, PayloadFormat, PayloadReading, check_plain
 from comfyfleet.model.workflow import MAX_FILE_NAME, GraphNeeds
 from comfyfleet.model.workflow_graph import InvalidWorkflow, decode_workflow, decoded_graph
 
 _MAX_SEEDS = 1_000
+_AT_ONCE_BYTES = 64 * 1024
+"""A larger stored payload is read in a thread."""
 
 
 class PayloadReader:
@@ -58,16 +63,20 @@ class PayloadReader:
                 f"The payload asks for {len(reading.seeds)} seeds, and at most {_MAX_SEEDS} are allowed: split it."
             )
 
-    def of_stored(self, submission: Submission) -> PayloadReading | None:
-        """The reading of a stored payload; None for a graph of ComfyUI. A payload that the present format refuses was
-        accepted under another one, so it is read as an opaque one."""
+    async def of_stored(self, submission: Submission, size: int) -> PayloadReading | None:
+        """What a stored payload of so many bytes needs; None for a graph of ComfyUI. A payload that the present format
+        refuses was accepted under another one, so nothing is known of it."""
         service = submission.requirements.service
         if service == COMFYUI:
             return None
+        unknown = PayloadReading(submission.workflow, WorkflowHash(""), inputs=None)
+        if service not in self.formats:
+            return unknown
+        read = partial(self.read, service, submission.workflow, is_own=True)
         try:
-            return self.read(service, submission.workflow, is_own=True)
+            return await asyncio.to_thread(read) if size > _AT_ONCE_BYTES else read()
         except InvalidWorkflow:
-            return OpaqueFormat(service).read(submission.workflow)
+            return unknown
 
 
 def needs_of(reading: PayloadReading) -> GraphNeeds:

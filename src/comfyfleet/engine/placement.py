@@ -12,7 +12,6 @@ import msgspec
 
 from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.node_catalogs import NodeCatalogs
-from comfyfleet.engine.payload_reader import needs_of
 from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.failure import Failure
@@ -62,11 +61,9 @@ async def needed_class(
     stats: WorkflowStats | None,
     needs: GraphNeeds | None = None,
 ) -> RequirementClass:
-    """The class of a submission under the terms of its tenant. `needs`: of its payload, if that was just read."""
+    """The class of a submission under the terms of its tenant. `needs`: of its payload; None: the graph is read."""
     if placed.requirements.service != COMFYUI:
-        if needs is None and (reading := context.payloads.of_stored(placed)) is not None:
-            needs = needs_of(reading)
-        assert needs is not None, "it is no graph"
+        assert needs is not None, "only a graph can be read without a format"
         return class_of(placed, needs, stats)
     graph = placed.workflow
     refusing = await catalogs.refusing(graph, placed.variants)

@@ -225,7 +225,9 @@ class Submitter:
         # The job was accepted before; the tenant's present terms decide whether and where it runs.
         tenant = await context.admission_control.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
-        cls = await needed_class(context, self._catalogs, payload, stats)
+        reading = await context.payloads.of_stored(job.payload, dispatch.payload_bytes)
+        needs = None if reading is None else needs_of(reading)
+        cls = await needed_class(context, self._catalogs, payload, stats, needs)
         place = initial_class(context, cls, stats, await context.store.now())
         placed = msgspec.structs.replace(
             dispatch,
@@ -237,9 +239,7 @@ class Submitter:
         if tenant is not None:
             placed = under_new_terms(placed, job, tenant, now, context.rules).apply(placed)
             placed = msgspec.structs.replace(placed, revision=dispatch.revision)
-        is_kept = tenant is None or is_within_terms(
-            job.payload, tenant, context.payloads.of_stored(job.payload)
-        )
+        is_kept = tenant is None or is_within_terms(job.payload, tenant, reading)
         if not is_kept:
             # The job ends by itself if nobody ends it.
             placed = msgspec.structs.replace(placed, standing=Readiness.PAUSED, expires_at=now + _REVIEW_S)

@@ -59,8 +59,9 @@ class WaitingJobReview:
         """False: somebody else wrote the job meanwhile."""
         context = self._context
         if dispatch.phase is Phase.QUEUED:
+            reading = await context.payloads.of_stored(job.payload, dispatch.payload_bytes)
             try:
-                check_within_terms(job.payload, tenant, context.payloads.of_stored(job.payload))
+                check_within_terms(job.payload, tenant, reading)
             except Refusal as refusal:
                 why = f"the terms of tenant {tenant.tenant_id!r} changed after the submission: {refusal.message}"
                 failure = Failure(FailureKind.INVALID_WORKFLOW, why)
