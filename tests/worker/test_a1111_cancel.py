@@ -179,6 +179,23 @@ async def test_an_interrupt_after_the_last_look_is_noticed_too() -> None:
         assert (await run.failure()).kind is FailureKind.INTERRUPTED
 
 
+async def test_an_interrupt_is_remembered_although_the_next_run_clears_the_flag() -> None:
+    async with server_and_connector() as (fake, connector):
+        run = attempt(connector, job_of(**LONG))
+        await run.heard(ProgressKind.STARTED)
+        stranger = asyncio.create_task(connector._api.run("txt2img", {"steps": 20}))
+        while len(fake.process.work) < 2:
+            await asyncio.sleep(0.005)
+        fake.faults.ignores_interrupts = True
+        fake.interrupt()
+        looks = fake.requests["/sdapi/v1/progress"]
+        while fake.requests["/sdapi/v1/progress"] < looks + 3:
+            await asyncio.sleep(0.005)
+        fake.faults.ignores_interrupts = False
+        assert (await run.failure()).kind is FailureKind.INTERRUPTED
+        assert (await stranger).is_ok
+
+
 async def test_the_flag_of_an_interrupt_while_idle_does_not_count() -> None:
     async with server_and_connector() as (fake, connector):
         assert (await attempt(connector, job_of()).result()).files
