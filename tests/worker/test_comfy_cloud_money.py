@@ -225,13 +225,32 @@ async def test_a_cancel_during_a_submission_without_an_answer_stops_the_job_that
         assert [job.status for job in fake.jobs.values()] == ["canceled"]
 
 
-async def test_a_run_that_is_torn_off_during_its_submission_is_stopped() -> None:
+async def test_a_cancelled_run_that_is_torn_off_during_its_submission_is_stopped() -> None:
     async with account() as (fake, connector):
         fake.faults.slow_s = 0.2
         attempt = CloudAttempt(connector, leased(slow(400, 0.05)))
         await eventually(lambda: bool(connector._submissions))
+        cancel = asyncio.create_task(connector.cancel_job(attempt.job))
+        await asyncio.sleep(0)
+        # The agent waits only so long for a cancel.
+        cancel.cancel()
         attempt.task.cancel()
         await eventually(lambda: [job.status for job in fake.jobs.values()] == ["canceled"])
+
+
+async def test_a_run_that_an_agent_leaves_during_its_submission_is_continued_by_the_next(
+    tmp_path: Path,
+) -> None:
+    async with account() as (fake, connector):
+        fake.faults.slow_s = 0.2
+        job = leased(picture(0x771100))
+        attempt = CloudAttempt(connector, job)
+        await eventually(lambda: fake.stats.requests.get("POST /api/v2/jobs", 0) == 1)
+        attempt.task.cancel()
+        await eventually(lambda: not connector._submissions)
+        result = await CloudAttempt(connector, again(job, number=2)).result()
+        assert await saved_color(connector, result.files[0], tmp_path) == 0x771100
+        assert fake.stats.charged == 1.0 and fake.stats.cancels == []
 
 
 # money and rights

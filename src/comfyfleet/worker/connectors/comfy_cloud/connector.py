@@ -327,7 +327,7 @@ class ComfyCloud:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             submission.cancel()
-            self._start(self._take_back(mark, task))
+            self._start(self._take_back(run, task))
             raise
         if task.cancelled():
             raise failures.unknown_outcome(mark, "The connector was closed during the submission.")
@@ -336,14 +336,16 @@ class ComfyCloud:
         self._account.accepted()
         return job_id
 
-    async def _take_back(self, mark: str, task: asyncio.Task[str]) -> None:
-        """Stops a job that nobody waits for."""
+    async def _take_back(self, run: CloudRun, task: asyncio.Task[str]) -> None:
+        """Stops a cancelled job that nobody waits for. Without a cancel only the agent stops, and the next one
+        continues with the run."""
         await asyncio.wait({task})
         if task.cancelled() or task.exception() is not None:
-            _log.warning("nobody knows whether %s was submitted to Comfy Cloud; look for it there", mark)
+            _log.info("nobody knows whether %s was submitted to Comfy Cloud", run.mark)
             return
-        self._jobs.remember(task.result(), mark)
-        await stop(self._api, self.settings, task.result(), self.settings.cancel_s)
+        self._jobs.remember(task.result(), run.mark)
+        if run.is_cancelled:
+            await stop(self._api, self.settings, task.result(), self.settings.cancel_s)
 
     async def _find_to_stop(self, mark: str) -> str | None:
         pending = self._submissions.get(mark)
