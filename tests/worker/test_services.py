@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.acceptance._process import CLI, read_until, run_cli, started
@@ -66,6 +67,12 @@ async def _completed(rig: HubRig, job_id: str) -> str:
     return str(job["worker_id"])
 
 
+async def _submitted(rig: HubRig, payload: dict[str, Any]) -> str:
+    answer = await rig.post("/api/jobs", {"service": "simulated", "payload": payload})
+    assert answer.status == 201, answer.content
+    return str(answer.body["id"])
+
+
 async def test_a_worker_process_offers_two_services_in_one_registration(tmp_path: Path) -> None:
     async with running_hub(is_open=True) as rig, FakeComfyUI() as fake:
         options = ("--server", fake.url, "--service", "simulated=0.1", "--slots", "2", "--name", "gpu")
@@ -77,9 +84,7 @@ async def test_a_worker_process_offers_two_services_in_one_registration(tmp_path
             assert sorted(worker["services"]) == ["comfyui", "simulated"]
             made = [
                 await rig.submit(workflow=picture()),
-                await rig.submit(
-                    workflow={"1": {"class_type": "Whatever", "inputs": {}}}, service="simulated"
-                ),
+                await _submitted(rig, {"outputs": {"out": {"texts": ["a"]}}}),
             ]
             async with asyncio.timeout(60):
                 assert [await _completed(rig, job_id) for job_id in made] == ["gpu", "gpu"]
