@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.acceptance._process import (
     CLI,
+    LIMIT_S,
     ask,
     eventually,
     fake_servers,
@@ -370,14 +371,18 @@ def test_a_hub_whose_output_nobody_reads_any_more_still_finishes_its_jobs(
     """As after Ctrl-C in `comfyfleet up | tee log`, which ends tee too."""
     data = tmp_path / "data"
     hub = {"COMFYFLEET_DATA": str(data)}
-    with started(*CLI, "up", "--fake", "1", "--open", "--port", "0", env=hub) as process:
-        url = read_until(process, lambda line: line.endswith(": online"))[0].split()[-1]
-        assert run_cli("submit", workflow, env=hub).returncode == 0
-        assert eventually(lambda: bool(ask(f"{url}/api/jobs?status=leased")["jobs"]))
-        assert process.stdout is not None
-        process.stdout.close()
-        code, _, errors = stop(process, signal.SIGINT)
-    assert (code, errors.strip()) == (130, "")
+    with fake_servers() as (fake,):
+        ask(f"{fake}/fake/faults", {"hold": "KSampler"})
+        with started(*CLI, "up", "--server", fake, "--open", "--port", "0", env=hub) as process:
+            url = read_until(process, lambda line: line.endswith(": online"))[0].split()[-1]
+            assert run_cli("submit", workflow, env=hub).returncode == 0
+            assert eventually(lambda: bool(ask(f"{url}/api/jobs?status=leased")["jobs"]))
+            assert process.stdout is not None
+            process.stdout.close()
+            process.send_signal(signal.SIGINT)
+            ask(f"{fake}/fake/faults", {"hold": None})
+            _, errors = process.communicate(timeout=LIMIT_S)
+        assert (process.returncode, errors.strip()) == (130, "")
     found = json.loads(run_cli("store", "check", f"sqlite:///{data}/fleet.db", "--json").stdout)["holds"]
     assert (found["completed"], found["queued"]) == (1, 0)
 
