@@ -147,6 +147,14 @@ def test_a_price_is_the_load_and_the_likely_load_of_what_goes() -> None:
     assert not offer_of(SDXL, HASH, SlotKind(CARD, NONE), 0, estimates).displaces
 
 
+def test_of_a_server_that_keeps_several_sets_only_the_oldest_goes() -> None:
+    estimates = Known(loads={SDXL: 3.0, FLUX: 8.0, LORA: 1.0})
+    both = FLUX | LORA
+    assert offer_of(SDXL, HASH, SlotKind(CARD, both, LORA), 1, estimates).price_s == 3.0 + 1.0 / 2
+    assert offer_of(SDXL, HASH, SlotKind(CARD, both, NONE), 1, estimates) == Offer(3.0, 3.0, 1.0, False)
+    assert offer_of(FLUX, HASH, SlotKind(CARD, both, LORA), 1, estimates).is_warm
+
+
 def test_the_chance_of_a_reload_follows_from_how_often_each_is_asked_for() -> None:
     assert reload_chance(inf, inf) == 0.5
     assert reload_chance(5.0, inf) == 0.0

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from tests.simulation._scenes import EVERY_POLICY, arriving, measured, played, servers, workflow
 
+from comfyfleet.simulation.workload import Stream, checkpoints, draw_jobs, full_rate
 from comfyfleet.simulation.world import DETECTION_S, ServerSpec, SimulatedJob, SimulatedServer
 
 RED, BLUE = workflow("red"), workflow("blue", run_s=2.0, load_s=5.0)
@@ -105,6 +106,19 @@ def test_an_lru_cache_keeps_what_fits() -> None:
     assert server.is_warm(RED) and server.is_warm(green) and not server.is_warm(BLUE), (
         "blue was used longest ago"
     )
+
+
+def test_the_engine_learns_that_servers_keep_the_models_of_earlier_runs() -> None:
+    specs = tuple(ServerSpec(f"gpu-{number}", 24.0, cache="lru") for number in range(4))
+    stream = Stream(200, 0.6 * full_rate(checkpoints(), specs))
+    loads = {
+        policy: sum(
+            measured(policy, specs, draw_jobs(checkpoints(), stream, seed)).loads for seed in range(3)
+        )
+        for policy in ("overtaking", "comfyfleet")
+    }
+    # The other policy is shown what the servers keep, the engine has to find out.
+    assert loads["comfyfleet"] <= 0.6 * loads["overtaking"]
 
 
 def test_only_the_missing_of_several_models_is_loaded() -> None:

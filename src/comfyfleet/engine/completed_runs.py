@@ -13,6 +13,7 @@ from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.workflow import loaders_and_samplers
+from comfyfleet.policy.kept_models import had_models
 from comfyfleet.policy.run_times import RunReport, RunTimes, times_of
 from comfyfleet.policy.scheduling import NO_MODELS
 from comfyfleet.policy.workflow_stats import warmed
@@ -50,17 +51,18 @@ async def learn(context: EngineContext, dispatch: Dispatch, worker_id: WorkerId,
         return
     worker_class = worker.capabilities.worker_class
     models = context.outlook.models_of(dispatch.class_key)
-    times = RunTimes(run.seconds)
+    times, loaded = RunTimes(run.seconds), models
     if models:
         stats = context.known_workflow_stats(dispatch.workflow_hash)
         if stats is None:
             stats = await context.stats(dispatch.workflow_hash)
         known = None if stats is None else stats.durations.get(worker_class)
-        times = times_of(run.report(None if known is None else known.mean_s))
+        report = run.report(None if known is None else known.mean_s)
+        times, loaded = times_of(report), context.outlook.ran(worker_id, models, had_models(report, models))
     for delta in context.estimates.deltas(dispatch, worker_class, times):
         await context.add_workflow_stats(delta)
     # Not the worker as it was before: another run of it may have ended meanwhile.
     worker = context.fleet.workers.get(worker_id, worker)
     await context.fleet.record_run(
-        worker_id, run.seconds, warmed(worker.live, models, dispatch.workflow_hash)
+        worker_id, run.seconds, warmed(worker.live, loaded, dispatch.workflow_hash)
     )

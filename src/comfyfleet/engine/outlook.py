@@ -20,6 +20,7 @@ from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, WorkerId
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
 from comfyfleet.policy.demand import ModelSet, RequestKind
 from comfyfleet.policy.feasibility import model_aliases, normal_model
+from comfyfleet.policy.kept_models import KeptModels
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.scheduling import NO_MODELS, BusySlot, SlotKind, left_s, missing, pace
 from comfyfleet.ports import Clock, Store
@@ -75,6 +76,7 @@ class _Known(NamedTuple):
     capabilities: Capabilities
     live: LiveState
     newest: JobId | None
+    kept: KeptModels | None
     kind: SlotKind
 
 
@@ -102,6 +104,7 @@ class FleetOutlook:
         self._freed_at: dict[WorkerId, float] = {}
         self._polled_at: dict[WorkerId, float] = {}
         self._kinds: dict[WorkerId, _Known] = {}
+        self._kept: dict[WorkerId, KeptModels] = {}
         self._live: tuple[float, LiveSlots] | None = None
         self._pace: tuple[int, float, float] | None = None
         self._resumed_at = -inf
@@ -127,21 +130,41 @@ class FleetOutlook:
         if runs:
             newest = next((run for run in reversed(runs.values()) if run.models), None)
         known, newest_id = self._kinds.get(worker.worker_id), newest and newest.job_id
+        kept = self._kept.get(worker.worker_id)
         if (
             known is not None
             and known.capabilities is worker.capabilities
             and known.live is worker.live
             and known.newest == newest_id
+            and known.kept is kept
         ):
             return known.kind
+        goes: ModelSet | None = None
         loaded = newest.models if newest else frozenset(map(normal_model, worker.live.loaded_models))
+        if kept is not None and kept.size > 1:
+            now = kept.while_running(newest.models) if newest else kept
+            if newest or loaded <= now.loaded:
+                loaded, goes = now.loaded, now.goes
         if known is not None and known.capabilities is worker.capabilities:
             worker_class = known.kind.worker_class
         else:
             worker_class = worker.capabilities.worker_class
-        kind = SlotKind(worker_class, loaded)
-        self._kinds[worker.worker_id] = _Known(worker.capabilities, worker.live, newest_id, kind)
+        kind = SlotKind(worker_class, loaded, goes)
+        self._kinds[worker.worker_id] = _Known(worker.capabilities, worker.live, newest_id, kept, kind)
         return kind
+
+    def ran(self, worker_id: WorkerId, models: ModelSet, had_them: bool | None) -> ModelSet:
+        """A run has ended. Returns what the worker has loaded now."""
+        known = self._kept.get(worker_id, KeptModels())
+        kept = self._kept[worker_id] = known.after_run(models, had_them)
+        if kept.size > known.size and (worker := self._fleet.workers.get(worker_id)) is not None:
+            # Its equals are probably set up like it. Whichever is not corrects that with its next load.
+            worker_class = self.kind_of(worker).worker_class
+            for other_id, its in self._kept.items():
+                other = self._fleet.workers.get(other_id)
+                if other is not None and self.kind_of(other).worker_class == worker_class:
+                    self._kept[other_id] = its._replace(size=max(its.size, kept.size))
+        return kept.loaded
 
     def warm_classes(self, worker_ids: Iterable[WorkerId]) -> frozenset[ClassKey]:
         """The classes whose models one of these workers has loaded."""
@@ -351,7 +374,7 @@ class FleetOutlook:
         return max(self._estimates.load_s(models, each) for each in kinds or live.by_class or ("",))
 
     def _forget_removed(self) -> None:
-        for table in (self._kinds, self._freed_at, self._polled_at):
+        for table in (self._kinds, self._kept, self._freed_at, self._polled_at):
             if len(table) > 2 * len(self._fleet.workers) + 64:
                 for worker_id in table.keys() - self._fleet.workers.keys():
                     del table[worker_id]

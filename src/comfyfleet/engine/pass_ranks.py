@@ -273,7 +273,7 @@ class PassRanks:
         )
 
     def _offer(self, backlog: Backlog, lane: LaneKey, kind: SlotKind) -> Offer:
-        copies = self._copies_of(kind.loaded)
+        copies = self._copies_of(kind.in_danger)
         return offer_of(backlog.models, lane.workflow_hash, kind, copies, self._context.estimates)
 
     def _copies_of(self, models: ModelSet) -> int:

@@ -110,6 +110,12 @@ class SlotKind(NamedTuple):
 
     worker_class: str
     loaded: ModelSet
+    goes: ModelSet | None = None
+    """What goes when something else is loaded. None: everything."""
+
+    @property
+    def in_danger(self) -> ModelSet:
+        return self.loaded if self.goes is None else self.goes
 
 
 class BusySlot(NamedTuple):
@@ -169,14 +175,14 @@ def reload_chance(own_gap_s: float, its_gap_s: float) -> float:
 def offer_of(
     models: ModelSet, workflow_hash: WorkflowHash, kind: SlotKind, copies: int, estimates: Estimates
 ) -> Offer:
-    """`copies`: how many live workers have loaded what this one has."""
+    """`copies`: how many live workers have loaded what goes from this one."""
     run_s, lacking = estimates.run_s(workflow_hash, kind.worker_class), missing(models, kind.loaded)
     if not lacking:
         return Offer(0.0, 0.0, run_s, False)
     load_s = price_s = estimates.load_s(lacking, kind.worker_class)
-    gone = displaced(models, kind.loaded)
+    gone = displaced(models, kind.in_danger)
     if gone:
-        chance = reload_chance(estimates.gap_s(models), estimates.gap_s(kind.loaded))
+        chance = reload_chance(estimates.gap_s(models), estimates.gap_s(kind.in_danger))
         price_s += estimates.load_s(gone, kind.worker_class) * chance / max(1, copies)
     return Offer(load_s, price_s, run_s, bool(gone))
 
