@@ -20,6 +20,7 @@ from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult, NodeTiming, Submission
 from comfyfleet.model.worker import Capabilities, Gpu, Hardware, Service
 from comfyfleet.policy.rules import Rules
+from comfyfleet.ports import Store
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.testing.time import ManualClock, SeededRandom
 
@@ -96,8 +97,8 @@ class ModelFleet:
     reports_timings: bool = True
 
     def __post_init__(self) -> None:
-        self.clock = ManualClock()
-        self.store = self.store_type(self.clock)
+        self.clock = self.make_clock()
+        self.stores = self.make_stores()
         self.runs: dict[JobId, Started] = {}
         self.order: list[Started] = []
         self.loads = 0
@@ -107,9 +108,20 @@ class ModelFleet:
         self._events: list[tuple[float, int, Any]] = []
         self._parked: dict[str, asyncio.Task[LeasedJob | None]] = {}
         self._made = [
-            Engine(self.store, rules=patient(self.rules), clock=self.clock, rng=SeededRandom(number))
-            for number in range(self.engines)
+            Engine(store, rules=patient(self.rules), clock=self.clock, rng=SeededRandom(number))
+            for number, store in enumerate(self.stores)
         ]
+
+    def make_clock(self) -> ManualClock:
+        return ManualClock()
+
+    def make_stores(self) -> list[Store]:
+        """One for each engine."""
+        return [self.store_type(self.clock)] * self.engines
+
+    @property
+    def store(self) -> Store:
+        return self.stores[0]
 
     @property
     def engine(self) -> Engine:
