@@ -52,6 +52,8 @@ class Fleet:
         self._signatures: frozenset[str] | None = None
         self._keys: dict[RequirementClass, ClassKey] = {}
         self._table_version = -1
+        self.changes = 0
+        """How often a worker came, went, or was changed by more than its work and its last sign of life."""
         self._saved_at: dict[WorkerId, float] = {}
         self._changing = asyncio.Lock()
 
@@ -223,6 +225,7 @@ class Fleet:
 
     def _changed(self) -> None:
         """Drops figures that depend on the workers and their capabilities."""
+        self.changes += 1
         self._selectivity.clear()
         self._signatures = None
 

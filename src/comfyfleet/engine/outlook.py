@@ -31,8 +31,8 @@ _POLLS_HERE_S = 60.0
 _MAX_CLASSES = 10_000
 _MAX_WARM = 32
 """So many classes with the same models are asked for by name."""
-_TABLE_S = 1.0
-"""How old the table of live slots may be."""
+_TABLE_S = 5.0
+"""How old the table of live slots may be while no worker changes. A quarantine ends by itself."""
 
 
 _PACE_NEWS = 8
@@ -105,7 +105,8 @@ class FleetOutlook:
         self._polled_at: dict[WorkerId, float] = {}
         self._kinds: dict[WorkerId, _Known] = {}
         self._kept: dict[WorkerId, KeptModels] = {}
-        self._live: tuple[float, LiveSlots] | None = None
+        self._live: tuple[float, int, LiveSlots] | None = None
+        """With its time, and the changes of the fleet until then."""
         self._pace: tuple[int, float, float] | None = None
         self._resumed_at = -inf
 
@@ -347,8 +348,10 @@ class FleetOutlook:
     def live(self) -> LiveSlots:
         """The slots that take work, at most a quarter of a second old."""
         at = self._clock.monotonic()
-        if self._live is not None and self._live[0] <= at < self._live[0] + _TABLE_S:
-            return self._live[1]
+        if self._live is not None:
+            made_at, changes, live = self._live
+            if changes == self._fleet.changes and made_at <= at < made_at + _TABLE_S:
+                return live
         self._forget_removed()
         now, since = self._clock.now(), inf
         by_class: Counter[str] = Counter()
@@ -360,7 +363,7 @@ class FleetOutlook:
                 classes_of[worker.profile].add(worker_class)
                 since = min(since, worker.connected_at)
         live = LiveSlots(by_class, {each: frozenset(its) for each, its in classes_of.items()}, since)
-        self._live = (at, live)
+        self._live = (at, self._fleet.changes, live)
         return live
 
     def slowest_load_s(self, class_key: ClassKey) -> float:

@@ -378,6 +378,11 @@ class PassRanks:
         slots = [
             slot for number in takers for slot in self._seen.groups[number] if slot.worker_id in fleet.workers
         ]
+        if models and not preferred:
+            warm_slots = [slot for slot in slots if not missing(models, self._kind(slot).loaded)]
+            if len(warm_slots) >= len(self._seen.jobs):
+                # Whatever the other jobs take, one of these is left, so no load has to be considered.
+                slots = warm_slots
         if not models and len(slots) == 1:
             # There is no choice, so nothing has to be compared.
             return _Lane((str(slots[0].poll_id),), (), slots[0].worker_id in preferred)
