@@ -21,18 +21,36 @@ from bench.answering import submit_and_poll
 from bench.auditing import audit_of_several_hubs
 from bench.beside_redis import idle_to_start, redis_throughput
 from bench.client_calls import share_of_the_server
+from bench.deciding import cost_of_decisions
 from bench.embedded import durable_cycles
 from bench.filling import filling_an_empty_lane
 from bench.leasing import behind_misfits, flat_leases
 from bench.model_loads import batch_with_many_checkpoints
 from bench.pooling import pool_throughput
+from bench.random_worlds import random_worlds
 from bench.restarting import restart_with_a_backlog
+from bench.simulated_fleets import (
+    arrivals,
+    batch,
+    estimates,
+    promises,
+    slow_loads,
+    unequal_cards,
+)
 from bench.streaming import watching
 from bench.terms import leases_with_terms
 from bench.waiting_memory import memory_of_waiting
 
 # Each goal, on which stores, by what.
 GOALS: dict[str, tuple[tuple[str, ...], Callable[[Plan, str], Awaitable[list[Entry]]]]] = {
+    "A1": (("memory",), batch),
+    "A2": (("memory",), arrivals),
+    "A3": (("memory",), slow_loads),
+    "A4": (("memory",), promises),
+    "A5": (("memory",), unequal_cards),
+    "A6": (("memory",), estimates),
+    "A7": (("memory",), cost_of_decisions),
+    "A8": (("memory",), random_worlds),
     "1": (STORES, flat_leases),
     "2": (STORES, behind_misfits),
     "3": (("redis",), redis_throughput),
@@ -49,8 +67,6 @@ GOALS: dict[str, tuple[tuple[str, ...], Callable[[Plan, str], Awaitable[list[Ent
     "14": (("redis",), audit_of_several_hubs),
     "15": (("memory",), batch_with_many_checkpoints),
 }
-UNMEASURED = frozenset({"15"})
-"""Those that have no figures yet."""
 
 
 @click.command()

@@ -61,9 +61,14 @@ class Entry(msgspec.Struct, frozen=True):
     details: dict[str, Any] = {}
 
     @property
-    def number(self) -> int:
-        """Of the goal, without the letter of its part."""
-        return int(self.goal.rstrip(string.ascii_lowercase))
+    def goal_name(self) -> str:
+        """Without the letter of the part."""
+        return self.goal.rstrip(string.ascii_lowercase)
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Goals of scheduling (A1) come before the others, each group by number."""
+        return not self.goal.startswith("A"), int(self.goal_name.removeprefix("A"))
 
 
 def entry(

@@ -16,6 +16,9 @@ PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 PICTURES = {
+    "batch": "Seconds and model loads of a batch with each policy",
+    "arrivals": "Mean latency and model loads as the fleet gets busier, with each policy",
+    "worlds": "Random worlds: mean latency, p99 and longest wait beside the policy before",
     "leases": "Microseconds a lease at 100 and at many waiting jobs, for each store",
     "redis": "Jobs a second on one Redis beside other queues",
     "embedded": "Durable jobs a second beside queues on PostgreSQL",
@@ -28,7 +31,7 @@ def write(measured: list[Entry]) -> None:
     """What was not measured this time stays as it was."""
     known = msgspec.json.decode(RESULTS.read_bytes(), type=list[Entry]) if RESULTS.exists() else []
     by_goal = {(each.goal, each.store): each for each in (*known, *measured)}
-    entries = sorted(by_goal.values(), key=lambda each: (each.number, STORES.index(each.store), each.goal))
+    entries = sorted(by_goal.values(), key=lambda each: (each.order, STORES.index(each.store), each.goal))
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(entries), indent=2) + b"\n")
     before, _, rest = PAGE.read_text().partition(_OPENING)
     _, _, after = rest.partition(_CLOSING)
@@ -61,4 +64,7 @@ def row(entry: Entry) -> str:
     if entry.bound is not None:
         bound = entry.bound.replace("<=", "≤").replace(">=", "≥") + unit
         holds = "yes" if entry.holds else "**no**"
-    return f"| {entry.goal} | {entry.store} | {entry.name} | {entry.value:g}{unit} | {bound} | {holds} |"
+    worst = f", worst {entry.details['worst']:g}{unit}" if "worst" in entry.details else ""
+    return (
+        f"| {entry.goal} | {entry.store} | {entry.name} | {entry.value:g}{unit}{worst} | {bound} | {holds} |"
+    )

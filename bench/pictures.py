@@ -40,6 +40,14 @@ _NAMES = {
     "pgqueuer": "pgqueuer (PostgreSQL)",
     "procrastinate": "procrastinate (PostgreSQL)",
 }
+_POLICIES = {
+    "first-come": "first come",
+    "shortest-queue": "shortest queue",
+    "least-loaded": "least loaded",
+    "overtaking": "policy before",
+    "comfyfleet": "ComfyFleet",
+}
+_OFFLINE = "knows all jobs"
 _STORES = {"memory": "memory", "sqlite": "SQLite", "redis": "Redis", "postgres": "PostgreSQL"}
 
 
@@ -48,6 +56,12 @@ def main() -> None:
     found = {(each["goal"], each["store"]): each["details"] for each in entries}
     _FOLDER.mkdir(exist_ok=True)
     mpl.rcParams.update(_STYLE)
+    if ("A1a", "memory") in found:
+        _batch(found["A1a", "memory"])
+    if ("A2a", "memory") in found:
+        _arrivals(found["A2a", "memory"])
+    if ("A8a", "memory") in found:
+        _worlds(found)
     _leases(found)
     if ("3a", "redis") in found:
         rates = found["3a", "redis"]["jobs_a_second"]
@@ -57,6 +71,64 @@ def main() -> None:
         _bars("embedded", "Durable, 50 callers: enqueue, lease and complete", "jobs a second", _known(rates))
     if ("7a", "redis") in found:
         _latency(found["7a", "redis"])
+
+
+def _batch(details: dict[str, Any]) -> None:
+    seconds = {_POLICIES[name]: value for name, value in details["makespan_s"].items()}
+    loads = {_POLICIES[name]: value for name, value in details["loads"].items()}
+    seconds[_OFFLINE], loads[_OFFLINE] = details["offline"]
+    figure, both = pyplot.subplots(1, 2, figsize=(6.4, 2.6), sharey=True)
+    for axes, values, unit in (
+        (both[0], seconds, "seconds until all are done"),
+        (both[1], loads, "model loads"),
+    ):
+        colours = [_OURS if name == "ComfyFleet" else _PEER for name in values]
+        bars = axes.barh(list(values), list(values.values()), color=colours, height=0.6)
+        axes.bar_label(bars, labels=[f" {value:.0f}" for value in values.values()])
+        axes.set_xlabel(unit)
+        axes.set_xlim(right=max(values.values()) * 1.15)
+    both[0].invert_yaxis()
+    both[0].set_title("64 jobs at once, 4 servers, 7 checkpoints (simulated)")
+    _save(figure, "batch")
+
+
+def _arrivals(details: dict[str, Any]) -> None:
+    figure, both = pyplot.subplots(1, 2, figsize=(6.4, 3.0))
+    share = [100 * load for load in details["load"]]
+    for axes, of, title in (
+        (both[0], "mean_s", "Mean latency, seconds"),
+        (both[1], "loads", "Model loads of 300 jobs"),
+    ):
+        for name, values in details[of].items():
+            is_ours = name == "comfyfleet"
+            axes.plot(
+                share, values, marker="o", markersize=3, label=_POLICIES[name], linewidth=2 if is_ours else 1
+            )
+        axes.set_title(title)
+        axes.set_xlabel("jobs, % of capacity")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", alpha=0.3)
+    lines, labels = both[0].get_legend_handles_labels()
+    figure.legend(
+        lines, labels, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4, frameon=False, fontsize=8
+    )
+    _save(figure, "arrivals")
+
+
+def _worlds(found: dict[tuple[str, str], dict[str, Any]]) -> None:
+    figure, axes = pyplot.subplots()
+    for goal, name in (("A8a", "mean latency"), ("A8b", "p99 of the latency"), ("A8c", "longest wait")):
+        ratios = found[goal, "memory"]["quantiles"]
+        shares = [100 * number / (len(ratios) - 1) for number in range(len(ratios))]
+        axes.plot(shares, [max(each, 0.02) for each in ratios], label=name)
+    axes.axhline(1, color="black", linewidth=0.6)
+    axes.set(yscale="log", xlabel="% of the worlds, best first", ylabel="beside the policy before")
+    axes.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5], ["0.05", "0.1", "0.2", "0.5", "1", "2", "5"])
+    axes.yaxis.set_minor_formatter("")
+    axes.set_title("200 random worlds: below 1 is better")
+    axes.legend(frameon=False)
+    axes.grid(axis="y", alpha=0.3)
+    _save(figure, "worlds")
 
 
 def _known(values: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ as in production. Messages take no time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -29,6 +29,9 @@ _KEEP_S = 120.0
 _PATIENCE = 10
 """The simulation gives up when nothing has ended for so many times the longest job, plus a lease time."""
 
+OnSubmit = Callable[[Engine, JobId, SimulatedJob], Awaitable[None]]
+"""Is called after each submission, for example to ask the engine what it expects of the job."""
+
 
 def run_engine(
     specs: Sequence[ServerSpec],
@@ -37,9 +40,10 @@ def run_engine(
     rules: Rules | None = None,
     weights: dict[str, float] | None = None,
     seed: int = 0,
+    on_submit: OnSubmit | None = None,
 ) -> None:
     """Fills in what became of each job. A job that nobody could run stays as it is."""
-    run_simulated(_EngineRun(specs, jobs, rules or Rules(), weights or {}, seed).run())
+    run_simulated(_EngineRun(specs, jobs, rules or Rules(), weights or {}, seed, on_submit).run())
 
 
 class _EngineRun:
@@ -50,7 +54,9 @@ class _EngineRun:
         rules: Rules,
         weights: dict[str, float],
         seed: int,
+        on_submit: OnSubmit | None,
     ) -> None:
+        self._on_submit = on_submit
         self._servers = [SimulatedServer(index, spec) for index, spec in enumerate(specs)]
         self._jobs, self._weights, self._seed = jobs, weights, seed
         self._has_absences = any(spec.absences for spec in specs)
@@ -114,6 +120,8 @@ class _EngineRun:
             )
             submitted = await self._engine.submit(submission, is_own=True)
             self._by_id[submitted.job_id] = job
+            if self._on_submit is not None:
+                await self._on_submit(self._engine, submitted.job_id, job)
 
     async def _watch(self) -> None:
         """Ends a simulation in which nothing happens any more, such as one whose servers never return."""
