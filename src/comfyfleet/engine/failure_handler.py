@@ -46,7 +46,8 @@ from comfyfleet.policy.timers import requeued
 from comfyfleet.policy.workflow_stats import of_out_of_memory, with_memory
 
 _MAX_KEPT_OFF = 256
-"""Jobs per sweep. The blocks of the others end with the cooldown at the latest."""
+"""For so many jobs a sweep lifts blocks between a job and a worker that failed it. Those of the other jobs end with the
+cooldown at the latest."""
 
 
 class FailureHandler:
@@ -125,7 +126,8 @@ class FailureHandler:
         return written.dispatch
 
     async def release(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
-        """Requeues the job; this costs no attempt. Ends it if a stop was requested, or after too many releases."""
+        """Ends the lease without a charge and requeues the job. If a stop was requested, `end_stopped` decides what
+        becomes of it. After too many releases the job fails."""
         context = self._context
         if dispatch.stop is not None:
             return await self.end_stopped(dispatch, guard)
@@ -167,7 +169,8 @@ class FailureHandler:
                 return
 
     async def end_stopped(self, dispatch: Dispatch, guard: Guard, note: str = "") -> Dispatch | None:
-        """Ends a lease with a stop request: the worker confirmed it, released the job, or ran out of time.
+        """Ends a lease with a stop request: the worker confirmed it, released the job, or ran out of time. The job is
+        cancelled, paused, or (retry) queued again.
 
         `note`: how it ended, if the worker did not confirm it. `reason` is only what a caller or worker gave."""
         context = self._context

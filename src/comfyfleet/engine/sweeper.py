@@ -281,7 +281,7 @@ class Sweeper:
                 continue
             if await fleet.quarantine(worker.worker_id, None) is None:
                 continue
-            # The name of the end of a quarantine on the wire. A fact `released` has a job.
+            # Clients know the end of a quarantine by this word. The fact `released` is another thing: a job's lease.
             self._context.publish_fleet_event("released", worker.worker_id)
             self._matcher.worker_freed(worker.worker_id)
 

@@ -245,8 +245,9 @@ class FailureReport(LeaseReport, frozen=True):
 
 
 WorkerReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
-"""`drain`: the worker leaves. `cancelled`, `retry`: the run was stopped. `declined`: the service is busy with other
-work. An engine that releases a lease gives its reason in words."""
+"""`drain`: the worker leaves. `cancelled`: the run was stopped. `retry`: the run was stopped for a requested retry, or
+because the worker could not reach the hub. `declined`: the service is busy with other work, or its server is down or
+no longer configured. An engine that releases a lease gives its reason in words."""
 DECLINED: Final[WorkerReleaseReason] = "declined"
 
 
