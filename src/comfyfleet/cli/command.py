@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.options import HUB_SETTINGS, as_json, settings
@@ -78,6 +79,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "key": ("key invite --uses 4", "key create tenant --tenant acme --days 90", "key list"),
     "tenant": ("tenant create acme", "tenant show acme", "tenant suspend acme"),
 }
+"""By the name of a command or group. A subcommand of the same name would show them too."""
 _WHOLE_SUMMARY = 10_000
 """Characters of a summary to show: click shortens it to fewer by default."""
 
@@ -205,7 +207,7 @@ P = TypeVar("P", bound=_Page)
 async def collect_all(
     fetch: Callable[[str | None, int], Awaitable[P]], items: Callable[[P], Iterable[T]]
 ) -> list[T]:
-    """Reads every page into a list: for commands that show a whole list, such as keys. `report_page` is for long lists
+    """Reads every page into a list: for commands that show a whole list, such as keys. `report_list` is for long lists
     that the user continues with --cursor; `every_job` and `every_file` of the client never hold more than a page."""
     return (await collect(fetch, items))[0]
 
@@ -227,7 +229,7 @@ async def collect(
             return found, cursor
 
 
-def report_page(
+def report_list(
     flags: dict[str, Any],
     name: str,
     fetch: Callable[[FleetClient, str | None, int], Awaitable[_Page]],
@@ -236,7 +238,8 @@ def report_page(
     limit: int,
     cursor: str | None,
 ) -> None:
-    """Prints the items in the field `name` of pages, and how to continue. JSON has the items and the cursor."""
+    """Prints at most `limit` items, read page by page, and how to continue. `name` is the field of a page that has the
+    items. JSON has the items and the cursor."""
 
     def print_page(found: tuple[list[Any], str | None]) -> None:
         show(found[0])
@@ -256,11 +259,13 @@ def report_page(
     )
 
 
-def runs_subcommand(context: click.Context, *values: object) -> bool:
-    """Whether a subcommand runs after its group. Options of the group itself would be ignored, so they are refused."""
+def runs_subcommand(context: click.Context) -> bool:
+    """Whether a subcommand runs after its group. Raises a usage error if the group got options on the command line: the
+    subcommand would ignore them."""
     if context.invoked_subcommand is None:
         return False
-    if any(values):
+    given = map(context.get_parameter_source, context.params)
+    if ParameterSource.COMMANDLINE in given:
         raise click.UsageError(f"Put the options after `{context.invoked_subcommand}`.")
     return True
 

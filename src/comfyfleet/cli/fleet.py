@@ -48,7 +48,7 @@ def workers_command(context: click.Context, /, **flags: Any) -> None:
 
     `comfyfleet worker` runs a worker.
     """
-    if not runs_subcommand(context, *flags.values()):
+    if not runs_subcommand(context):
         _list_workers(flags)
 
 
@@ -255,7 +255,7 @@ def blocks_command(context: click.Context, /, **flags: Any) -> None:
     The worker `*` means every worker: servers crashed while they ran that workflow, and the hub refuses it to its
     tenant until you lift the block. All other blocks end by themselves.
     """
-    if not runs_subcommand(context, *flags.values()):
+    if not runs_subcommand(context):
         _list_blocks(flags)
 
 

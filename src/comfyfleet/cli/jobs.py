@@ -20,7 +20,7 @@ from comfyfleet.cli.command import (
     of_job,
     of_jobs,
     report,
-    report_page,
+    report_list,
     short_ids,
     whole_id,
 )
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _SHORT_ERROR = 60
 """Characters of an error in a list; `job show` prints all of it."""
 _STATUS_SYNONYMS = {"waiting": "queued", "done": "completed"}
-"""Words that `top` and `workers` print, which the hub does not know."""
+"""Words that tables of this program print. The hub does not know them as statuses."""
 _STATUSES = "queued (or waiting), leased (or running), completed (or done), failed or cancelled"
 
 
@@ -304,7 +304,7 @@ def _statuses() -> list[str]:
     metavar="NAME=VALUE",
     help="Only jobs with this metadata. Repeatable.",
 )
-@click.option("--unrunnable", is_flag=True, help="Only waiting jobs that no worker can run.")
+@click.option("--unrunnable", is_flag=True, help="Only waiting jobs that no online worker can run.")
 @limit_option(50)
 @cursor_option
 @click.option(
@@ -325,7 +325,7 @@ def jobs_command(
     wanted["submitted_after"] = None if since_s is None else time.time() - since_s
     wanted["metadata"] = dict(map(label, labels))
 
-    report_page(
+    report_list(
         flags,
         "jobs",
         lambda client, after, size: client.jobs(**wanted, cursor=after, limit=size),
@@ -358,7 +358,7 @@ def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
 
 
 def _worker(job: JobBody) -> str | None:
-    """A waiting job keeps the worker of its last attempt, which does not run it."""
+    """The worker that runs the job or ran it last. None if the job waits: its last worker does not run it now."""
     return None if job.status == "queued" else job.worker_id
 
 
@@ -378,7 +378,7 @@ def dead_command() -> None:
 @hub_options
 def list_dead(limit: int, cursor: str | None, **flags: Any) -> None:
     """List the jobs that failed for good."""
-    report_page(
+    report_list(
         flags,
         "jobs",
         lambda client, after, size: client.dead_letter(after, size),
@@ -447,7 +447,7 @@ def files_command() -> None:
 def list_files(limit: int, cursor: str | None, **flags: Any) -> None:
     """List files, the oldest first."""
     wanted = {name: flags.pop(name) for name in ("kind", "job_id", "tenant")}
-    report_page(
+    report_list(
         flags,
         "files",
         lambda client, after, size: client.files(**wanted, cursor=after, limit=size),

@@ -54,6 +54,7 @@ _MODULES = {
     "fake_comfyui": ("fake-comfyui",),
     "simulate": ("simulate",),
 }
+"""The commands of each module of `comfyfleet.cli`."""
 _COMMANDS = {
     name: (f"comfyfleet.cli.{module}", f"{name.replace('-', '_')}_command")
     for module, names in _MODULES.items()
@@ -88,7 +89,7 @@ class _Session:
 
 
 _OLD_FLAGS = {"pool": "database"}
-"""Accepted, but not shown."""
+"""By old name of a flag: its present name. Accepted, but not shown in the help."""
 
 
 @click.group(

@@ -73,7 +73,7 @@ def worker_command(
     running jobs finish, the second returns them to the queue at once. The commands below control a worker of a hub, as
     in `comfyfleet workers`.
     """
-    if runs_subcommand(context, config, changes, simulated, fake_beside_real, *flags.values()):
+    if runs_subcommand(context):
         return
     import asyncio
 

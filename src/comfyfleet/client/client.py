@@ -210,7 +210,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         cursor: str | None = None,
         limit: int = 100,
     ) -> answers.JobList:
-        """One page, in the order of submission. Pass its cursor to get the next page."""
+        """One page of jobs, the newest first unless `order` is "oldest". Pass its cursor to get the next page."""
         query: dict[str, Any] = {
             "status": status,
             "tenant": tenant,

@@ -121,7 +121,7 @@ class EngineContext:
         self.awaited_ended: Callable[[Dispatch], None] = lambda _: None
         """Set by the dependencies: a job that others await, or that waited itself, has ended."""
         self.refused_waits: Callable[[Dispatch], None] = lambda _: None
-        """Set by the poison workflows: a job of a refused workflow waits."""
+        """Set by the poison workflows. Called after a write that leaves a job waiting whose workflow is refused."""
         self.ended_after_death: Callable[[Dispatch], None] = lambda _: None
         """Set by the poison workflows: a job has ended after a server died of it."""
         self.on_write: Callable[[WriteResult], None] = lambda _: None
@@ -135,7 +135,7 @@ class EngineContext:
         self.estimates = TimeEstimates(self.known_workflow_stats, self.stats, self.clock)
         self.outlook = FleetOutlook(store, self.clock, self.fleet, rules, self.estimates)
         self.others_changed: Callable[[], None] = lambda: None
-        """Set by the matcher: a busy worker may not do what others count on."""
+        """Set by the matcher. Called when a busy worker changes: jobs that were left to it may go to idle slots."""
         self._workflow_stats: dict[WorkflowHash, WorkflowStats] = {}
         self._up_to_date: set[WorkflowHash] = set()
         self._learned_at = self.clock.monotonic()

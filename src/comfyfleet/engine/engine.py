@@ -100,10 +100,12 @@ class Engine:
         )
         self._commands = CommandQueue(self._context, self._matcher)
         self._missing = MissingRequirements(self._context, self._commands)
-        self._workers = WorkerOperations(
+        self._worker_operations = WorkerOperations(
             self._context, self._matcher, self._failures, self._commands, self._catalogs
         )
-        self._operators = OperatorCommands(self._context, self._matcher, self._workers, self._commands)
+        self._operators = OperatorCommands(
+            self._context, self._matcher, self._worker_operations, self._commands
+        )
         self._inputs = InputFiles(self._context)
         self._dependencies = Dependencies(self._context, self._matcher, self._failures, self._inputs)
         self._nodes = EditorConverter(self._context, self._catalogs)
@@ -130,12 +132,12 @@ class Engine:
         self._unrunnable = UnrunnableJobs(self._context)
         self._need_review = NeedReview(self._context, self._matcher, self._catalogs, self._unrunnable)
         self._peer_bus = PeerBus(self._context, self._fact_poller, LatestProgress(self.bus))
-        self._direct_workers = DirectWorkers(self._context, self._workers)
+        self._direct_workers = DirectWorkers(self._context, self._worker_operations)
         self._sweeper = Sweeper(
             self._context,
             self._matcher,
             self._failures,
-            self._workers,
+            self._worker_operations,
             self._commands,
             self._dependencies,
             PoisonWorkflows(self._context, self._failures),
@@ -162,16 +164,16 @@ class Engine:
         self.unrunnable = self._unrunnable.count
         self.uses_file = self._inputs.is_used
         # worker API
-        self.poll = self._workers.poll
-        self.progress = self._workers.progress
-        self.complete = self._workers.complete
-        self.fail = self._workers.fail
-        self.release = self._workers.release
-        self.unregister = self._workers.unregister
+        self.poll = self._worker_operations.poll
+        self.progress = self._worker_operations.progress
+        self.complete = self._worker_operations.complete
+        self.fail = self._worker_operations.fail
+        self.release = self._worker_operations.release
+        self.unregister = self._worker_operations.unregister
         self.commands = self._commands.wait
         self.knows_nodes = self._catalogs.knows
         # operators
-        self.remove_worker = self._workers.remove
+        self.remove_worker = self._worker_operations.remove
         self.resume_worker = self._operators.resume
         self.pause_worker = self._operators.pause
         self.command_workers = self._operators.command_all
@@ -186,7 +188,7 @@ class Engine:
                 await self._context.compare_clocks()
             await self._context.fleet.load()
             if self._workers_may_outlive_it and not self.store.is_shared:
-                await self._workers.extend_leases()
+                await self._worker_operations.extend_leases()
             self._peer_bus.start()
             matcher = self._matcher
             self.store.listen(matcher.everything_changed, self._commands.on_command, matcher.reload_classes)
@@ -360,7 +362,7 @@ class Engine:
     # worker API
 
     async def register(self, call: RegisterWorker) -> WorkerRecord:
-        worker = await self._workers.register(call)
+        worker = await self._worker_operations.register(call)
         self._need_review.wake()
         return worker
 
@@ -369,7 +371,7 @@ class Engine:
         self._need_review.wake()
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
-        beat = await self._workers.heartbeat(worker_id, refs)
+        beat = await self._worker_operations.heartbeat(worker_id, refs)
         missing = await self._missing.of(worker_id)
         return msgspec.structs.replace(beat, missing=missing) if missing else beat
 
@@ -377,7 +379,7 @@ class Engine:
 
     async def evict_worker(self, worker_id: WorkerId, reason: str) -> None:
         """Takes the worker offline and requeues its jobs; this costs no attempt. The worker may register again."""
-        await self._workers.unregister(worker_id, reason)
+        await self._worker_operations.unregister(worker_id, reason)
         for dispatch in await self.store.leases_of(worker_id):
             await self._failures.release(dispatch, AtRevision(dispatch.revision), reason)
 

@@ -24,7 +24,8 @@ _TIME_LIMIT_S = 2.0
 _PAGE = 20
 """Small, so that other requests in the process are not delayed."""
 _OUT_OF_ORDER_S = 5.0
-"""Jobs are in the order of their writes, so a delayed submission stands behind later ones."""
+"""Stores list jobs in the order in which they were written. A submission whose write took long is listed after jobs
+that were submitted later, at most by this time."""
 
 
 async def list_jobs(

@@ -103,7 +103,7 @@ class WaitingJobReview:
         if at is None or at > now:
             return False
         if dispatch.round > 1:
-            # A manual retry waits anew, though it keeps its queue position.
+            # The time of an earlier round does not count, although a retry by hand keeps the place in the queue.
             facts = await self._context.store.facts(dispatch.job_id)
             begun = [
                 fact.at for fact in facts if fact.kind is FactKind.QUEUED and fact.round == dispatch.round
@@ -136,7 +136,7 @@ class UnrunnableJobs:
         """The count, and its time."""
 
     def is_unrunnable(self, dispatch: Dispatch) -> bool:
-        """Whether no present worker fits. Blocks end by themselves and do not count."""
+        """Whether no online worker can run the job. Blocks end by themselves and do not count."""
         if dispatch.phase is not Phase.QUEUED or dispatch.awaits_jobs:
             return False
         fleet = self._context.fleet
@@ -159,10 +159,10 @@ class UnrunnableJobs:
         return self._counted[0]
 
     async def _count(self) -> int:
-        return len([job_id async for job_id in self.oldest()])
+        return len([job_id async for job_id in self.job_ids()])
 
-    async def oldest(self) -> AsyncIterator[JobId]:
-        """The unrunnable ones among the `MAX_COUNTED` oldest waiting jobs."""
+    async def job_ids(self) -> AsyncIterator[JobId]:
+        """The unrunnable jobs among the `MAX_COUNTED` oldest waiting jobs, the oldest first."""
         fleet = self._context.fleet
         if all(fleet.selectivity(key) for key in fleet.classes):
             return
@@ -316,7 +316,7 @@ class NeedReview:
     async def _look(self) -> None:
         known = await self._catalogs.not_outputs()
         if known != self._known:
-            async for job_id in self._unrunnable.oldest():
+            async for job_id in self._unrunnable.job_ids():
                 with best_effort(f"review the needs of job {job_id}"):
                     await self._narrow(job_id)
             self._known = known

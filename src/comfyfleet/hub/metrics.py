@@ -1,4 +1,5 @@
-"""Metrics in the Prometheus format. The engine and the request pipeline report events; neither keeps counters.
+"""Metrics in the Prometheus format. The engine reports writes with their facts, and the request pipeline its answers;
+neither keeps counters.
 
 Counters describe this process since its start; sum them over all hubs. Gauges of jobs and workers come from
 the store at each scrape and are the same at every hub. No label holds an id.
@@ -33,8 +34,8 @@ _LOG = logging.getLogger(__name__)
 _STORE_ANSWERS_WITHIN_S = 2.0
 _WORKERS_MAX_AGE_S = 1.0
 
-_WITHIN_S = 300.0
-"""The time in which wanted workers would do the waiting work."""
+_WANTED_WITHIN_S = 300.0
+"""`comfyfleet_workers_wanted` counts the workers that would do the waiting work in this time."""
 _MOST_CLASSES = 10
 _MOST_CHARACTERS = 120
 _OTHER = "other"
@@ -48,6 +49,8 @@ _EVENTS = {
     FactKind.RELEASED: "released",
     FactKind.LATE: "late",
 }
+# A fact `queued` is counted as "submitted", or as "reopened" in a later round (a retry by hand). "expired" is counted
+# beside "retried" or "failed", when the failure is an expired lease.
 _ALL_EVENTS = (*_EVENTS.values(), "submitted", "reopened", "expired")
 
 _WAIT_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900, 3600)
@@ -187,7 +190,7 @@ def _in_store(stored: StoredFigures) -> Iterator[GaugeMetricFamily]:
     yield waiting
     yield GaugeMetricFamily(
         "comfyfleet_jobs_unrunnable",
-        "Waiting jobs that no connected worker can run, among the 2,000 that have waited longest",
+        "Waiting jobs that no online worker can run, among the 2,000 that have waited longest",
         stored.unrunnable,
     )
     yield GaugeMetricFamily(
@@ -269,5 +272,5 @@ class MetricsHandlers:
             statuses,
             slots,
             unrunnable,
-            await self._engine.capacity(_WITHIN_S),
+            await self._engine.capacity(_WANTED_WITHIN_S),
         )

@@ -96,7 +96,7 @@ class JobFilter(msgspec.Struct, frozen=True, omit_defaults=True):
     submitted_after: float | None = None
     submitted_before: float | None = None
     unrunnable: bool = False
-    """Only jobs that wait and that no connected worker may take."""
+    """Only waiting jobs that no online worker can run."""
 
 
 class JobPage(msgspec.Struct, frozen=True):

@@ -125,17 +125,19 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     phase: Phase = Phase.QUEUED
     standing: Readiness = Readiness.IN_LANE
     queued_at: float = 0.0
+    """When the job was submitted. Retries keep it."""
     wake_at: float | None = None
     """When policy must look at this dispatch again. The lease has its own end."""
     not_before: float | None = None
     lease: Lease | None = None
     lease_number: int = 0
     attempts: int = 0
-    """All starts, whether they count as attempts of the job or not."""
+    """All leases of all rounds, whether they count towards `max_attempts` or not."""
     charged: int = 0
-    """How many attempts count against `max_attempts`. Nothing to do with credits."""
+    """How many attempts of this round count towards `max_attempts`. Credits are not meant."""
     worker_faults: int = 0
     releases: int = 0
+    """How often the job was released in this round. Declined leases do not count."""
     max_attempts: int = 3
     failed_on: tuple[WorkerId, ...] = ()
     expired_on: tuple[WorkerId, ...] = ()
@@ -152,7 +154,7 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     expires_at: float | None = None
     """The end of the total timeout, which starts at the submit. The end of the lease is `lease.expires_at`."""
     awaits_jobs: bool = msgspec.field(default=False, name="is_held")
-    """The job waits for other jobs and is in no lane until they complete."""
+    """The job waits for the jobs in its `after`, and is in no lane until they have completed."""
     is_awaited: bool = False
     """Other jobs wait for this one, so its end must notify them."""
     payload_bytes: int = 0

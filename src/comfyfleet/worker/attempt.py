@@ -73,10 +73,10 @@ class StopReason(Enum):
     @property
     def release_reason(self) -> WorkerReleaseReason | None:
         """The reason with which the lease is released. None: the worker has lost the lease already."""
-        return _RELEASES.get(self)
+        return _RELEASE_REASONS.get(self)
 
 
-_RELEASES: dict[StopReason, WorkerReleaseReason] = {
+_RELEASE_REASONS: dict[StopReason, WorkerReleaseReason] = {
     StopReason.CANCELLED: "cancelled",
     StopReason.RETRY: "retry",
     StopReason.DRAIN: "drain",
