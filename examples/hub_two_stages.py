@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from comfyfleet import Refusal, SyncFleetClient
+from comfyfleet import Fault, Refusal, SyncFleetClient
 
 WORKFLOWS = Path(__file__).parent / "workflows"
 
@@ -43,3 +43,5 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except Refusal as refusal:
         sys.exit(f"refused: {refusal}")
+    except Fault as fault:
+        sys.exit(str(fault))

@@ -113,6 +113,14 @@ def test_two_stages_at_a_hub_and_a_picture_of_ones_own(tmp_path: Path) -> None:
         stop(process, signal.SIGTERM)
 
 
+def test_the_two_stages_without_a_hub_end_with_one_line(tmp_path: Path) -> None:
+    env = {"COMFYFLEET_HUB": "http://127.0.0.1:9"}
+    ended = run_program(sys.executable, HUB_STAGES, cwd=tmp_path, env=env)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("cannot reach the hub at http://127.0.0.1:9: connection refused")
+
+
 def test_the_fastapi_app_submits_streams_progress_and_serves_the_picture(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "COMFYFLEET_OPEN": "true", "XDG_DATA_HOME": ""}
     serve = (

@@ -51,6 +51,13 @@ async def test_a_worker_that_cannot_work_says_why_and_not_that_it_works(tmp_path
         assert not any("Connected to" in line for line in lines)
 
 
+async def test_a_worker_without_its_server_says_that_the_hub_is_not_the_reason(tmp_path: Path) -> None:
+    async with running_hub() as rig:
+        words = "a worker connects once its server responds"
+        lines = await said(tmp_path, rig.url, rig.keys[Role.ADMIN], "http://127.0.0.1:9", words)
+    assert "gpu: offline" in lines[-2] and "http://127.0.0.1:9: connection refused" in lines[-2]
+
+
 @pytest.mark.parametrize("transport", ["http", "websocket"])
 async def test_a_worker_without_a_key_says_how_it_gets_one(tmp_path: Path, transport: str) -> None:
     async with running_hub() as rig, FakeComfyUI() as fake:

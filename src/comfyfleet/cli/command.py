@@ -93,7 +93,20 @@ class GroupedOption(click.Option):
 
 
 class _WithExamples(click.Command):
-    """Prints the examples of a command below its help."""
+    """Prints the examples of a command below its help, and says which value an option lacks."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except click.BadOptionUsage as error:
+            option = next((each for each in self.get_params(context) if error.option_name in each.opts), None)
+            if option is not None and error.message.endswith("requires an argument."):
+                name = error.option_name
+                value = option.make_metavar(context).replace("INTEGER RANGE", "N").replace("FLOAT RANGE", "N")
+                raise click.BadOptionUsage(
+                    name, f"Option '{name}' requires a value: {name} {value}", context
+                ) from error
+            raise
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(context, formatter)

@@ -324,12 +324,13 @@ def jobs_command(
     wanted = {name: flags.pop(name) for name in ("status", "tenant", "workflow_hash", "unrunnable", "order")}
     wanted["submitted_after"] = None if since_s is None else time.time() - since_s
     wanted["metadata"] = dict(map(label, labels))
+    is_filtered = cursor is not None or any(value for name, value in wanted.items() if name != "order")
 
     report_list(
         flags,
         "jobs",
         lambda client, after, size: client.jobs(**wanted, cursor=after, limit=size),
-        lambda jobs: print_jobs(jobs, "No job matches."),
+        lambda jobs: print_jobs(jobs, "No job matches." if is_filtered else "There are no jobs."),
         limit=limit,
         cursor=cursor,
     )

@@ -43,10 +43,16 @@ def create(
 
     async def make(client: FleetClient) -> CreatedKey:
         tenants = await collect_all(client.tenants, lambda page: page.tenants) if tenant is not None else []
-        if tenants and tenant not in (known := [each.id for each in tenants]):
+        known = [each.id for each in tenants]
+        if tenant is not None and tenant not in known:
+            named = ", ".join(known[:_MAX_NAMED]) + (", …" if len(known) > _MAX_NAMED else "")
             echo(
-                f"Warning: tenant {tenant!r} was not created, so its jobs have no price and no limits. Tenants of this "
-                f"hub: {', '.join(known[:_MAX_NAMED])}{', …' if len(known) > _MAX_NAMED else ''}.",
+                f"Warning: tenant {tenant!r} was not created, so its jobs have no price and no limits. "
+                + (
+                    f"Tenants of this hub: {named}."
+                    if known
+                    else f"To create it: comfyfleet tenant create {tenant}"
+                ),
                 err=True,
             )
         return await client.create_key(

@@ -20,6 +20,7 @@ import msgspec
 
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.options import flag_of, level_of
+from comfyfleet.cli.setting_errors import misfit
 from comfyfleet.cli.settings_schema import (
     ADDRESSES,
     CONNECTORS,
@@ -325,7 +326,9 @@ class _Found:
             try:
                 value = msgspec.convert(value, fields[field], strict=not is_text)
             except msgspec.ValidationError as error:
-                raise _wrong(name, origin, str(error)) from error
+                given = tuple(map(str, value)) if isinstance(value, list) else str(value)
+                why = misfit(masked(name, given) or "", fields[field], str(error))
+                raise _wrong(name, origin, why) from error
             if table:
                 self.values.setdefault(table, {})[field] = value
             else:

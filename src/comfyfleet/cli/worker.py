@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from comfyfleet.cli.settings import ResolvedSettings
     from comfyfleet.model.worker import Capabilities
     from comfyfleet.pool.options import Server
+    from comfyfleet.worker.settings import AgentState
 
 
 @group("worker", invoke_without_command=True)
@@ -200,7 +201,7 @@ async def _work_for_hub(
     from comfyfleet.cli.hub_connection import find_hub
     from comfyfleet.cli.servers import journals, print_state
     from comfyfleet.pool.servers import PoolAgents
-    from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
+    from comfyfleet.worker.settings import AgentSettings, AgentStatus
     from comfyfleet.worker.transports.http import HttpWorkerApi
     from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
 
@@ -210,15 +211,22 @@ async def _work_for_hub(
             raise resolved.wrong("hub", f"write http{url[2:]} and add --transport websocket")
     transport = WebSocketWorkerApi if resolved.values.transport == "websocket" else HttpWorkerApi
     agent = AgentSettings(drain_grace_s=resolved.values.grace_s)
-    is_accepted = False
+    is_accepted, has_waited = False, False
 
     def tell(worker: str, state: AgentState) -> None:
-        nonlocal is_accepted
+        nonlocal is_accepted, has_waited
         if state.status is AgentStatus.ONLINE and not is_accepted:
             # The hub has accepted a worker, so the address and the key are right.
             is_accepted = True
             echo(f"Connected to {', '.join(target.urls)}")
         print_state(worker, state)
+        if (
+            state.status is AgentStatus.OFFLINE
+            and not (is_accepted or has_waited)
+            and _waits_for_server(state)
+        ):
+            has_waited = True
+            echo("The hub was not asked yet: a worker connects once its server responds.")
 
     agents = PoolAgents(tell, agent, resolved.comfyui(), journals=journals(resolved))
     stack.push_async_callback(agents.close)
@@ -237,6 +245,11 @@ async def _work_for_hub(
     if await signals.before(agents.drained(), 1) is None:
         echo(DRAIN_MESSAGE)
         await signals.before(agents.drain(), 2)
+
+
+def _waits_for_server(state: AgentState) -> bool:
+    """Not: the hub does not answer, or refuses the worker."""
+    return not state.reason.startswith("The worker could not be registered")
 
 
 async def _key(resolved: ResolvedSettings, target: HubTarget, worker: str) -> str | None:
