@@ -302,7 +302,7 @@ def submit_options(flags: dict[str, Any]) -> dict[str, Any]:
 @click.option(
     "--webhook", metavar="URL", help="Send the end of each job there, signed; see `comfyfleet webhook`."
 )
-@click.option("--workable", is_flag=True, help="Refuse a job that no worker can run now.")
+@click.option("--workable", is_flag=True, help="Refuse a job that no online worker can run.")
 @click.option(
     "--quote",
     is_flag=True,
