@@ -125,7 +125,7 @@ async def test_a_job_can_require_a_quality_level_and_threads() -> None:
         ({"tenant_isolation": "strict", "deny_tenants": "a"}, "--allow-tenant"),
         ({"allow_tenants": "a"}, "--tenant-isolation strict"),
         ({"allow_tenants": "a", "tenant_isolation": "none"}, "--tenant-isolation strict"),
-        ({"rate": "-1"}, ">= 0"),
+        ({"rate": "-1"}, "'-1' is not a number of at least 0$"),
     ],
 )
 def test_a_list_that_would_not_do_what_it_looks_like_is_refused(

@@ -28,7 +28,7 @@ def misfit(shown: object, wanted: Any, problem: str) -> str:
     kinds = [_KINDS.get(name, "") for name in names if name != "null"]
     if found is None or not kinds or not all(kinds):
         return problem
-    bound = f" {_BOUNDS[found[2]]} {found[3]}" if found[2] else ""
+    bound = f" {_BOUNDS[found[2]]} {found[3].removesuffix('.0')}" if found[2] else ""
     hint = ". Write it without quotes" if _NUMBER.fullmatch(str(shown)) and "got `str`" in problem else ""
     return f"{shown!r} is not {' or '.join(kinds)}{bound}{hint}"
 
