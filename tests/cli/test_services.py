@@ -137,6 +137,11 @@ def test_a_field_of_a_payload_is_changed(change: str, becomes: dict[str, Any]) -
         ({"type": "object"}, "a JSON object"),
         ({"title": "a graph"}, "a graph"),
         ({"properties": {"b": {}, "a": {}}, "required": ["a"]}, "a (required), b"),
+        (
+            {"$ref": "#/$defs/P", "$defs": {"P": {"title": "P", "properties": {"a": {}}, "required": ["a"]}}},
+            "a (required)",
+        ),
+        ({"$ref": "#/elsewhere"}, "a JSON object"),
         ({"properties": {str(number): {} for number in range(20)}}, "13 and 6 more"),
     ],
 )

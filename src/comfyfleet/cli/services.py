@@ -57,6 +57,10 @@ def fields_of(schema: dict[str, Any] | None) -> str:
     """The fields of a payload in one line, required ones first."""
     if schema is None:
         return "any JSON object"
+    # So `msgspec.json.schema` and others write the schema of a class.
+    if isinstance(target := schema.get("$ref"), str):
+        found = schema.get("$defs", {}).get(target.removeprefix("#/$defs/"))
+        schema = found if isinstance(found, dict) else schema
     fields, title = schema.get("properties"), schema.get("title")
     if isinstance(title, str) and title and not fields:
         return title
