@@ -90,6 +90,16 @@ class BlamesTheJobForAKeyRefusedInItsRun(TextMillConnector):
             raise
 
 
+class CallsALostServerOneThatAcceptsNothing(TextMillConnector):
+    async def process_job(self, job: LeasedJob, report: Report) -> JobResult:
+        try:
+            return await super().process_job(job, report)
+        except ServiceFailed as failed:
+            if failed.failure.kind is not FailureKind.TRANSIENT:
+                raise
+            raise ServiceFailed(Failure(FailureKind.ACCEPT_TIMEOUT, failed.failure.message)) from failed
+
+
 class FailsToCancelAtOnce(TextMillConnector):
     async def cancel_job(self, job: LeasedJob) -> None:
         if job.attempt_id in self._submits:
@@ -195,6 +205,9 @@ CAUGHT_BY: dict[type, str] = {
     StopsWithItsAgent: "test_a_cancelled_agent_returns_at_once_and_nothing_runs_twice",
     BlamesTheJobForTheKey: "test_the_job_is_not_blamed_for_the_account[wrong_key]",
     BlamesTheJobForAKeyRefusedInItsRun: "test_a_key_that_is_refused_in_a_run_is_not_the_fault_of_the_job",
+    CallsALostServerOneThatAcceptsNothing: (
+        "test_a_server_that_crashes_in_a_run_is_noticed_and_the_job_completes_later"
+    ),
     FailsToCancelAtOnce: "test_a_cancel_at_once_leaves_nothing_that_runs",
     TellsTheKey: "test_the_job_is_not_blamed_for_the_account[wrong_key]",
     TrustsTheServer: "test_it_is_not_healthy_and_ends_every_call[redirect]",

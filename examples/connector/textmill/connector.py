@@ -166,9 +166,12 @@ class TextMillConnector:
                 async with asyncio.timeout_at(deadline):
                     status = await self._ask(method, job, body)
             except TimeoutError as error:
-                raise _failed(FailureKind.ACCEPT_TIMEOUT, "TextMill did not answer in time.") from error
+                # The time to accept a job limits only its submit.
+                kind = FailureKind.TRANSIENT if within_s is None else FailureKind.ACCEPT_TIMEOUT
+                raise _failed(kind, "TextMill did not answer in time.") from error
             except ServiceFailed as failed:
-                if failed.failure.kind is not FailureKind.TRANSIENT or loop.time() >= deadline:
+                is_last = loop.time() + self._settings.poll_s >= deadline
+                if failed.failure.kind is not FailureKind.TRANSIENT or is_last:
                     raise
                 await asyncio.sleep(self._settings.poll_s)
             else:

@@ -179,6 +179,9 @@ class ConnectorLossContract:
         end = await bench.ends_in_time(bench.settled(attempt), "the attempt")
         assert isinstance(end, ServiceFailed), repr(end)
         assert end.failure.kind in _CONNECTION, end.failure
+        assert end.failure.kind is not FailureKind.ACCEPT_TIMEOUT, (
+            f"the service had accepted the job, and it failed as one that was not accepted: {end.failure}"
+        )
         bench.assert_says_no_secret(end, end.failure)
         await bench.scene.release()
         await bench.scene.repair()
