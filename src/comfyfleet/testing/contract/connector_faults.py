@@ -55,41 +55,53 @@ def assert_retried(failed: ServiceFailed, promise: DeliveryPromise) -> None:
     )
 
 
+def _lost(failed: ServiceFailed) -> str:
+    kinds = ", ".join(sorted(kind.name for kind in _CONNECTION))
+    return f"a lost server or connection is one of {kinds}, not {failed.failure}"
+
+
 class ConnectorFailureContract:
     """Failures of a run, and limits of the job."""
 
     async def test_a_run_that_fails_is_told_in_the_services_words(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.RUN_FAILS)
-        await bench.scene.cause(ConnectorFault.RUN_FAILS)
+        await bench.cause(ConnectorFault.RUN_FAILS)
         attempt = bench.start()
         failure = await attempt.failure()
-        assert failure.kind is FailureKind.NODE_ERROR and failure.message.strip()
+        assert failure.kind is FailureKind.NODE_ERROR, f"a run that fails is a NODE_ERROR, not {failure}"
+        assert failure.message.strip(), "the failure has no words of the service"
         await bench.scene.repair()
         await bench.completes_anew(attempt.job)
 
     async def test_out_of_memory_has_its_own_kind(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.OUT_OF_MEMORY)
-        await bench.scene.cause(ConnectorFault.OUT_OF_MEMORY)
-        assert (await bench.start().failure()).kind is FailureKind.OUT_OF_MEMORY
+        await bench.cause(ConnectorFault.OUT_OF_MEMORY)
+        failure = await bench.start().failure()
+        assert failure.kind is FailureKind.OUT_OF_MEMORY, f"too little memory is OUT_OF_MEMORY, not {failure}"
 
     async def test_a_missing_model_is_named_and_nothing_is_made_with_another(
         self, bench: ConnectorBench
     ) -> None:
         bench.needs(ConnectorFault.MISSING_MODEL)
-        await bench.scene.cause(ConnectorFault.MISSING_MODEL)
+        await bench.cause(ConnectorFault.MISSING_MODEL)
         failure = await bench.start().failure()
-        assert failure.kind in (FailureKind.MISSING_MODEL, FailureKind.MISSING_NODE), failure
+        assert failure.kind in (FailureKind.MISSING_MODEL, FailureKind.MISSING_NODE), (
+            f"what the server lacks is MISSING_MODEL or MISSING_NODE, not {failure}"
+        )
         assert failure.missing, "the agent looks for the missing names again, so it needs them"
         if bench.scene.payload_format is not None:
             reading = bench.scene.payload_format.read(bench.scene.payload(1001))
-            assert set(failure.missing) <= reading.models | reading.node_classes, failure.missing
+            needs = reading.models | reading.node_classes
+            assert set(failure.missing) <= needs, (
+                f"`missing` has the spelling of the payload format, {sorted(needs)}, not {failure.missing}"
+            )
 
     @pytest.mark.parametrize("fault", [ConnectorFault.WRONG_KEY, ConnectorFault.OUT_OF_CREDITS])
     async def test_the_job_is_not_blamed_for_the_account(
         self, bench: ConnectorBench, fault: ConnectorFault
     ) -> None:
         bench.needs(fault)
-        await bench.scene.cause(fault)
+        await bench.cause(fault)
         job = bench.job()
         end = await bench.ends_in_time(bench.start(job).end(), "the attempt")
         assert isinstance(end, ServiceFailed), repr(end)
@@ -106,7 +118,7 @@ class ConnectorFailureContract:
 
     async def test_a_submit_that_is_not_answered_times_out(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.NEVER_ACCEPTS)
-        await bench.scene.cause(ConnectorFault.NEVER_ACCEPTS)
+        await bench.cause(ConnectorFault.NEVER_ACCEPTS)
         job = bench.job(timeouts=Timeouts(accept_s=_SHORT_S))
         end = await bench.ends_in_time(bench.as_an_agent(job), "the attempt")
         assert isinstance(end, ServiceFailed), repr(end)
@@ -119,12 +131,12 @@ class ConnectorFailureContract:
 
     async def test_a_job_that_does_not_start_times_out_and_is_taken_back(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.NEVER_STARTS)
-        await bench.scene.cause(ConnectorFault.NEVER_STARTS)
+        await bench.cause(ConnectorFault.NEVER_STARTS)
         job = bench.job(timeouts=Timeouts(start_s=_SHORT_S))
         end = await bench.ends_in_time(bench.start(job).end(), "the attempt")
         assert isinstance(end, ServiceFailed), repr(end)
         kinds = (FailureKind.START_TIMEOUT, FailureKind.DEAD_WORKER)
-        assert end.failure.kind in kinds, end.failure
+        assert end.failure.kind in kinds, f"a job that does not start is START_TIMEOUT, not {end.failure}"
         mark = bench.mark_of(job)
         await bench.eventually(lambda: "waiting" not in bench.scene.runs(mark), "it is taken back")
         await bench.scene.repair()
@@ -134,12 +146,12 @@ class ConnectorFailureContract:
 
     async def test_a_run_without_progress_times_out_and_is_stopped(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.STALLS, ConnectorAbility.CANCEL_RUNNING)
-        await bench.scene.cause(ConnectorFault.STALLS)
+        await bench.cause(ConnectorFault.STALLS)
         job = bench.job(timeouts=Timeouts(stall_s=_SHORT_S))
         failure = bench.start(job).failure()
         end = await bench.ends_in_time(failure, "the attempt")
         assert not isinstance(end, BaseException), repr(end)
-        assert end.kind is FailureKind.STALL_TIMEOUT, end
+        assert end.kind is FailureKind.STALL_TIMEOUT, f"a run without progress is STALL_TIMEOUT, not {end}"
         mark = bench.mark_of(job)
         await bench.eventually(lambda: "running" not in bench.scene.runs(mark), "the run is stopped")
         await bench.scene.release()
@@ -153,13 +165,13 @@ class ConnectorLossContract:
         self, bench: ConnectorBench
     ) -> None:
         bench.needs(ConnectorFault.CRASH)
-        await bench.scene.cause(ConnectorFault.CRASH)
+        await bench.cause(ConnectorFault.CRASH)
         health = await bench.ends_in_time(bench.connector.check_health(), "the health check")
         assert health is not True
         job = bench.job()
         end = await bench.ends_in_time(bench.as_an_agent(job), "the attempt")
         assert isinstance(end, ServiceFailed), repr(end)
-        assert isinstance(end, ServiceBusy) or end.failure.kind in _CONNECTION, end.failure
+        assert isinstance(end, ServiceBusy) or end.failure.kind in _CONNECTION, _lost(end)
         for work, what in (
             (bench.connector.inventory(), "the inventory"),
             (bench.connector.reconcile(job), "reconcile"),
@@ -175,10 +187,10 @@ class ConnectorLossContract:
     ) -> None:
         bench.needs(ConnectorFault.CRASH)
         attempt = await bench.running()
-        await bench.scene.cause(ConnectorFault.CRASH)
+        await bench.cause(ConnectorFault.CRASH)
         end = await bench.ends_in_time(bench.settled(attempt), "the attempt")
         assert isinstance(end, ServiceFailed), repr(end)
-        assert end.failure.kind in _CONNECTION, end.failure
+        assert end.failure.kind in _CONNECTION, _lost(end)
         assert end.failure.kind is not FailureKind.ACCEPT_TIMEOUT, (
             f"the service had accepted the job, and it failed as one that was not accepted: {end.failure}"
         )
@@ -195,13 +207,15 @@ class ConnectorLossContract:
         await bench.start().result()
         before = (await bench.connector.inventory()).boot
         attempt = await bench.running()
-        await bench.scene.cause(ConnectorFault.RESTART)
+        await bench.cause(ConnectorFault.RESTART)
         await bench.scene.release()
         end = await bench.ends_in_time(bench.settled(attempt), "the attempt")
         assert isinstance(end, ServiceFailed), f"its run is lost, and it completed: {end!r}"
-        assert end.failure.kind in _CONNECTION, end.failure
+        assert end.failure.kind in _CONNECTION, _lost(end)
         found = await bench.connector.reconcile(attempt.job)
-        assert found.state not in ("waiting", "running", "completed") and found.result is None, found
+        assert found.state not in ("waiting", "running", "completed") and found.result is None, (
+            f"the restart ended the run, and `reconcile` tells {found}"
+        )
         if ConnectorAbility.TELLS_BOOT not in bench.scene.cannot:
             await bench.eventually(bench.connector.check_health, "it is healthy again")
 
@@ -215,7 +229,7 @@ class ConnectorLossContract:
         self, bench: ConnectorBench
     ) -> None:
         bench.needs(ConnectorFault.LOST_BEFORE_ACCEPTANCE)
-        await bench.scene.cause(ConnectorFault.LOST_BEFORE_ACCEPTANCE)
+        await bench.cause(ConnectorFault.LOST_BEFORE_ACCEPTANCE)
         job = bench.job()
         end = await bench.ends_in_time(bench.as_an_agent(job), "the attempt")
         mark = bench.mark_of(job)
@@ -223,7 +237,7 @@ class ConnectorLossContract:
             await bench.assert_made_from(end, job)
             assert bench.begun(mark) == 1
             return
-        assert isinstance(end, ServiceBusy) or end.failure.kind in _CONNECTION, end.failure
+        assert isinstance(end, ServiceBusy) or end.failure.kind in _CONNECTION, _lost(end)
         assert bench.begun(mark) == 0
         await bench.scene.repair()
         await bench.eventually(bench.connector.check_health, "it is healthy again")
@@ -232,7 +246,7 @@ class ConnectorLossContract:
 
     async def test_a_connection_lost_after_acceptance_keeps_the_promise(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.LOST_AFTER_ACCEPTANCE)
-        await bench.scene.cause(ConnectorFault.LOST_AFTER_ACCEPTANCE)
+        await bench.cause(ConnectorFault.LOST_AFTER_ACCEPTANCE)
         job = bench.job()
         end = await bench.ends_in_time(bench.as_an_agent(job), "the attempt")
         await self._keeps_its_promise(bench, job, end)
@@ -240,7 +254,7 @@ class ConnectorLossContract:
     async def test_a_connection_lost_in_a_run_keeps_the_promise(self, bench: ConnectorBench) -> None:
         bench.needs(ConnectorFault.LOST_IN_RUN)
         attempt = await bench.running()
-        await bench.scene.cause(ConnectorFault.LOST_IN_RUN)
+        await bench.cause(ConnectorFault.LOST_IN_RUN)
         await bench.scene.release()
         end = await bench.ends_in_time(bench.settled(attempt), "the attempt")
         await self._keeps_its_promise(bench, attempt.job, end)
@@ -269,7 +283,7 @@ class ConnectorLossContract:
     ) -> None:
         bench.needs(ConnectorFault.WRONG_KEY)
         attempt = await bench.running()
-        await bench.scene.cause(ConnectorFault.WRONG_KEY)
+        await bench.cause(ConnectorFault.WRONG_KEY)
         await bench.scene.release()
         done, _ = await asyncio.wait({attempt.task}, timeout=_SHORT_S)
         if not done:
@@ -322,7 +336,7 @@ class HostileServerContract:
         bench.needs(fault)
         async with _Stranger() as elsewhere:
             bench.scene.elsewhere = elsewhere.url
-            await bench.scene.cause(fault)
+            await bench.cause(fault)
             with _at_most(bench.scene.memory_bytes):
                 health = await bench.ends_in_time(bench.connector.check_health(), "the health check")
                 assert health is not True, f"a server with {fault} is not healthy"
@@ -341,7 +355,7 @@ class HostileServerContract:
         bench.needs(fault)
         async with _Stranger() as elsewhere:
             bench.scene.elsewhere = elsewhere.url
-            await bench.scene.cause(fault)
+            await bench.cause(fault)
             job = bench.job(timeouts=Timeouts(accept_s=_SHORT_S, start_s=2.0))
             with _at_most(bench.scene.memory_bytes):
                 end = await bench.ends_in_time(bench.start(job).end(), "the attempt")
@@ -360,8 +374,8 @@ class HostileServerContract:
             bench.scene.elsewhere = elsewhere.url
             attempt = await bench.running(bench.job(timeouts=Timeouts(stall_s=2.0)))
             with _at_most(bench.scene.memory_bytes):
-                await bench.scene.cause(fault)
-                await bench.scene.cause(ConnectorFault.LOST_IN_RUN)
+                await bench.cause(fault)
+                await bench.cause(ConnectorFault.LOST_IN_RUN)
                 end = await bench.ends_in_time(attempt.end(), "the attempt")
             assert elsewhere.requests == [], "it follows a redirect to a stranger"
         assert isinstance(end, ServiceFailed), f"nobody said how it ended, and it completed: {end!r}"
@@ -372,12 +386,12 @@ class HostileServerContract:
     ) -> None:
         bench.needs(ConnectorAbility.MAKES_FILES, ConnectorFault.ENDLESS_OUTPUT)
         result = await bench.start().result()
-        await bench.scene.cause(ConnectorFault.ENDLESS_OUTPUT)
-        assert isinstance(bench.connector, OutputSource)
+        await bench.cause(ConnectorFault.ENDLESS_OUTPUT)
+        assert isinstance(bench.connector, OutputSource), "a connector that makes files has `save`"
         path = tmp_path / "endless"
         with _at_most(bench.scene.memory_bytes):
             saved = await bench.ends_in_time(bench.connector.save(result.files[0], path), "the save")
-        assert isinstance(saved, ServiceFailed), repr(saved)
+        assert isinstance(saved, ServiceFailed), f"`save` raises ServiceFailed at its limit, not {saved!r}"
         assert not (isinstance(saved, FileTooLarge) and path.exists()), "a part of a file is left"
 
 

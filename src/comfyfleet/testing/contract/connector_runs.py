@@ -64,7 +64,8 @@ class ConnectorRunContract:
         for number, file in enumerate(result.files):
             assert Path(file.filename).name == file.filename, "a file name has no folder in it"
             path = folder / str(number)
-            assert await bench.connector.save(file, path) == path.stat().st_size > 0
+            saved, size = await bench.connector.save(file, path), path.stat().st_size
+            assert saved == size > 0, f"`save` returns the size of the file, {size}, not {saved!r}"
         assert len(list(folder.iterdir())) == len(result.files)
 
     async def test_reports_have_the_shape_that_the_hub_expects(self, bench: ConnectorBench) -> None:
@@ -77,8 +78,8 @@ class ConnectorRunContract:
             msgspec.json.encode(report.data)
             value, most = report.data.get("value"), report.data.get("max")
             if value is not None and most is not None:
-                assert 0 <= value <= most
-            assert 0 <= report.data.get("percentage", 0) <= 100
+                assert 0 <= value <= most, f"`value` is from 0 to `max`: {report.data}"
+            assert 0 <= report.data.get("percentage", 0) <= 100, f"from 0 to 100: {report.data}"
             assert report.image != b"", "a preview without a picture"
         kinds = [report.kind for report in attempt.reports]
         firsts = [kinds.index(kind) for kind in _STEPS if kind in kinds]
@@ -137,7 +138,8 @@ class ConnectorCancelContract:
         await self._is_cancelled(bench, attempt)
         states = bench.scene.runs(bench.mark_of(attempt.job))
         assert list(states) == ["stopped"], f"the cancel returned, and the run is {states}"
-        assert (await attempt.failure()).kind is FailureKind.INTERRUPTED
+        failure = await attempt.failure()
+        assert failure.kind is FailureKind.INTERRUPTED, f"a cancelled run is INTERRUPTED, not {failure}"
         await self._completes(bench, stranger)
 
     async def test_a_cancelled_job_that_waits_never_runs_and_the_running_one_goes_on(
@@ -154,7 +156,9 @@ class ConnectorCancelContract:
         assert "waiting" not in bench.scene.runs(mark), "the cancel returned, and the job still waits"
         end = await attempt.end()
         assert isinstance(end, ServiceFailed)
-        assert isinstance(end, ServiceBusy) or end.failure.kind is FailureKind.INTERRUPTED, end.failure
+        assert isinstance(end, ServiceBusy) or end.failure.kind is FailureKind.INTERRUPTED, (
+            f"a cancelled job that waits is INTERRUPTED, not {end.failure}"
+        )
         await self._completes(bench, stranger)
         assert bench.begun(mark) == 0
 
@@ -169,7 +173,9 @@ class ConnectorCancelContract:
             mark = bench.mark_of(attempt.job)
             end = await bench.ends_in_time(attempt.end(), "the cancelled attempt")
             assert isinstance(end, ServiceFailed), f"it is held and completed: {end!r}"
-            assert end.failure.kind is FailureKind.INTERRUPTED, end.failure
+            assert end.failure.kind is FailureKind.INTERRUPTED, (
+                f"a cancelled attempt is INTERRUPTED, not {end.failure}"
+            )
             await bench.eventually(
                 partial(self._is_over, bench, mark), "nothing of a cancelled job is left at the service"
             )
@@ -242,7 +248,7 @@ class ConnectorReturnContract:
             await bench.assert_made_from(result, job)
         finally:
             await connector.close()
-        assert bench.begun(job) == 1
+        assert bench.begun(job) == 1, "it ran again, although the server has its result"
 
     async def test_a_cancelled_agent_returns_at_once_and_nothing_runs_twice(
         self, bench: ConnectorBench
@@ -275,15 +281,20 @@ class ConnectorReturnContract:
 
     async def test_the_state_of_an_attempt_is_told(self, bench: ConnectorBench) -> None:
         unknown = await bench.connector.reconcile(bench.job())
-        assert (unknown.state, unknown.result) == ("unknown", None)
+        assert (unknown.state, unknown.result) == ("unknown", None), (
+            f"a job that the server does not know is 'unknown', not {unknown}"
+        )
         attempt = await bench.running()
-        assert (await bench.connector.reconcile(attempt.job)).state == "running"
+        running = (await bench.connector.reconcile(attempt.job)).state
+        assert running == "running", f"`reconcile` tells a run as 'running', not {running!r}"
         await bench.scene.release()
         result = await attempt.result()
         found = await bench.connector.reconcile(attempt.job)
         assert found.state not in ("waiting", "running"), f"it has completed and counts as {found.state}"
         if ConnectorAbility.KEEPS_RESULTS not in bench.scene.cannot:
-            assert found.state == "completed" and found.result is not None
+            assert found.state == "completed" and found.result is not None, (
+                f"`reconcile` tells a run that completed as 'completed' with its result, not {found}"
+            )
             assert {file.filename for file in found.result.files} == {file.filename for file in result.files}
         if found.result is not None:
             await bench.assert_made_from(found.result, attempt.job)
@@ -313,7 +324,8 @@ class ConnectorReturnContract:
             lambda: attempt.task.done() or "waiting" in bench.scene.runs(mark), "the job waits at the service"
         )
         if not attempt.task.done():
-            assert (await bench.connector.reconcile(attempt.job)).state == "waiting"
+            waiting = (await bench.connector.reconcile(attempt.job)).state
+            assert waiting == "waiting", f"`reconcile` tells a job that waits as 'waiting', not {waiting!r}"
             assert not attempt.has_heard(ProgressKind.STARTED), "a job that waits has not started"
         await bench.scene.release()
         end = await attempt.end()
@@ -348,7 +360,7 @@ class ConnectorInventoryContract:
         found = await bench.ends_in_time(bench.connector.inventory(), "the inventory")
         (service,) = (each for each in found.capabilities.services if each.name == scene.service)
         if ConnectorAbility.TELLS_VERSION not in scene.cannot:
-            assert service.version
+            assert service.version, "the inventory tells no `Service.version`"
         msgspec.json.encode(found.capabilities)
         assert isinstance(found.boot, str)
         bench.assert_says_no_secret(found.capabilities, found.live, found.boot)
@@ -360,7 +372,9 @@ class ConnectorInventoryContract:
             )
             assert service.node_classes is not None or not reading.node_classes
             # Names with other separators would match no worker.
-            assert reading.models <= (service.models or frozenset()), "models have the inventory's spelling"
+            assert reading.models <= (service.models or frozenset()), (
+                f"models have the inventory's spelling, and {sorted(reading.models)} are not in it"
+            )
             assert reading.node_classes <= (service.node_classes or frozenset())
 
     async def test_a_server_that_was_not_restarted_keeps_its_boot(self, bench: ConnectorBench) -> None:

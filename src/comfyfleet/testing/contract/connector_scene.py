@@ -189,13 +189,13 @@ class ConnectorAttempt:
         return any(report.kind in kinds for report in self.reports)
 
     async def end(self) -> JobResult | ServiceFailed:
-        """How it ended. What is no `ServiceFailed` is raised."""
+        """How it ended. Any other end fails the test."""
         async with asyncio.timeout(HANGS_S):
             await asyncio.wait({self.task})
         error = self.task.exception()
-        if isinstance(error, ServiceFailed):
-            return error
-        return self.task.result()
+        if error is not None and not isinstance(error, ServiceFailed):
+            raise AssertionError(f"`process_job` raises only ServiceFailed, not {error!r}") from error
+        return error or self.task.result()
 
     async def result(self) -> JobResult:
         end = await self.end()
@@ -248,6 +248,15 @@ class ConnectorBench:
                 )
                 pytest.skip(f"{CANNOT}{name}: {reason}")
 
+    async def cause(self, fault: ConnectorFault) -> None:
+        try:
+            await self.scene.cause(fault)
+        except Exception as error:
+            raise AssertionError(
+                f"the scene does not cause ConnectorFault.{fault.name}: {error!r}. Implement it in `cause`, or "
+                "give in `cannot` the reason why the service cannot have it"
+            ) from error
+
     def job(self, mark: int | None = None, timeouts: Timeouts | None = None) -> LeasedJob:
         mark = next(self._marks) if mark is None else mark
         payload = self.scene.payload(mark)
@@ -297,7 +306,9 @@ class ConnectorBench:
                     and (not is_told or attempt.has_heard(ProgressKind.STARTED))
                 )
             ),
-            "the run begins and is reported",
+            "the server runs the job, and the connector reports STARTED"
+            if is_told
+            else "the server runs the job",
         )
         assert not attempt.task.done(), f"a held run ended: {attempt.task}"
         return attempt
@@ -360,13 +371,17 @@ class ConnectorBench:
             await asyncio.sleep(0.01)
 
     async def ends_in_time(self, work: Awaitable[Any], what: str) -> Any:
-        """The value, or the exception as a value. Fails if it takes longer than the scene's patience."""
+        """The value, or the exception as a value, except that of an assertion. Fails if it takes longer than the
+        scene's patience."""
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({task}, timeout=self.scene.patience_s)
         if not done:
             task.cancel()
             raise AssertionError(f"{what} did not end within {self.scene.patience_s:g} s")
-        return task.exception() or task.result()
+        error = task.exception()
+        if isinstance(error, AssertionError):
+            raise error
+        return error or task.result()
 
     def assert_says_no_secret(self, *values: object) -> None:
         secret = self.scene.secret
