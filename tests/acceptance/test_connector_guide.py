@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +32,7 @@ def test_a_worker_runs_jobs_of_a_service_that_another_package_connects(tmp_path:
         read_until(worker, lambda line: ": online" in line)
 
         assert _result(url, json.loads(sent)) == {"text": {"text": ["HELLO FLEET"]}}
+        assert _submitted_as_the_guide_says(tmp_path, url, env) == {"text": {"text": ["HELLO FLEET"]}}
         other = {"service": "textmill", "payload": {"style": "mirror", "text": "hello"}}
         assert _result(url, other) == {"text": {"text": ["olleh"]}}
 
@@ -41,6 +44,25 @@ def test_a_worker_runs_jobs_of_a_service_that_another_package_connects(tmp_path:
         waits = ask(f"{url}/api/jobs", {"service": "textmill", "payload": {"style": "sing", "text": "la"}})
         explained = json.dumps(ask(f"{url}/api/jobs/{waits['id']}/explain"))
         assert "sing" in explained, "the missing style is named"
+
+
+def _submitted_as_the_guide_says(folder: Path, url: str, env: dict[str, str]) -> Any:
+    ((payload, name, command),) = re.findall(
+        r"echo '(.*)' > (\S+)\ncomfyfleet (submit --service .*)", PAGE.read_text()
+    )
+    (folder / name).write_text(payload)
+    environment = {**os.environ, **env, "COMFYFLEET_HUB": url}
+    ended = subprocess.run(
+        [*CLI, *command.split()],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    (job,) = json.loads(ended.stdout)
+    return job["result"]["outputs"]
 
 
 def _address_in(lines: list[str]) -> str:
