@@ -65,7 +65,7 @@ async def test_a_lost_server_takes_the_worker_offline_and_its_return_brings_it_b
     async with running(api, connector, settings=quick(reconnect_grace_s=0.1), on_state=listener):
         await until(lambda: api.parked == 1)
         connector.go_offline()
-        await until(lambda: api.named("unregister") == ["offline"])
+        await until(lambda: api.named("unregister") == ["its server does not answer"])
         await until(lambda: api.parked == 0)
         connector.go_online(restarted=True)
         back_at = asyncio.get_running_loop().time()
@@ -153,7 +153,7 @@ async def test_a_dead_server_does_not_fail_one_job_after_the_other(missed_checks
     settings = quick(health_interval_s=1000.0, missed_checks=missed_checks)
     async with running(api, connector, settings=settings) as agent:
         api.give(*(leased_job(str(number)) for number in range(10)))
-        await until(lambda: api.named("unregister") == ["offline"])
+        await until(lambda: api.named("unregister") == ["its server does not answer"])
         assert agent.state.status is AgentStatus.OFFLINE
         assert agent.state.disconnects == 1
     assert len(api.named("fail")) == 1

@@ -123,6 +123,7 @@ def _first(values: Sequence[T], nothing: T) -> T:
 
 
 _log = logging.getLogger(__name__)
+_NO_ANSWER = "its server does not answer"
 
 
 class Registration:
@@ -197,12 +198,12 @@ class Registration:
             return True
 
     async def _go_offline(self, *, is_first: bool) -> None:
-        reason = _defects(self._servers) or ("offline" if self.number else "its server does not answer")
+        reason = _defects(self._servers) or _NO_ANSWER
         if not self.number:
             if reason != self._offline_reason and not any(server.is_up for server in self._servers):
                 await self._announce(reason)
         # The hub is told again if the diagnosis has changed.
-        elif is_first or (self._offline_reason and reason not in (self._offline_reason, "offline")):
+        elif is_first or (self._offline_reason and reason not in (self._offline_reason, _NO_ANSWER)):
             await self._say_goodbye(reason)
             self._offline_reason = reason
 
