@@ -257,6 +257,12 @@ def _reading(**read: Any) -> PayloadReading:
     [
         ({"models": ("sdxl/*",)}, {"models": frozenset({"sd15"})}, "names the model 'sd15'"),
         ({"denied_models": ("sd15",)}, {"models": frozenset({"a/sd15"})}, "names the model 'a/sd15'"),
+        (
+            {"models": ("*",)},
+            {"unread": ("body.styles",)},
+            "the field 'body.styles' of the payload may name others",
+        ),
+        ({"denied_models": ("x",)}, {"unread": ("a",)}, "the field 'a' of the payload may name others"),
         ({"node_classes": ("Euler",)}, {"node_classes": frozenset({"DDIM"})}, "uses 'DDIM'"),
         ({"denied_node_classes": ("D*",)}, {"node_classes": frozenset({"DDIM"})}, "uses 'DDIM'"),
         ({"caps": TenantCaps(max_steps=5)}, {}, "do not show how many"),
@@ -278,6 +284,7 @@ def test_the_terms_of_a_tenant_hold_for_what_the_format_reads(
         ({"models": ("sd*",), "node_classes": ("E*",)}, {"models": frozenset({"sd15"})}),
         ({"caps": TenantCaps(max_steps=5, max_pixels=5)}, {"amounts": PayloadAmounts(5, 5)}),
         ({"caps": TenantCaps(max_nodes=1)}, {}),
+        ({"node_classes": ("script/txt2img/x",)}, {"unread": ("body.script_name",)}),
     ],
 )
 def test_what_is_within_the_terms_is_accepted(terms: dict[str, Any], read: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ def refusal(value: Any) -> str:
         (payload(prompt=["x"]), "body.prompt", "it is not a text"),
         (payload(enable_hr=True, hr_scale="2"), "body.hr_scale", "it is not a number"),
         (payload(force_task_id="mine"), "body.force_task_id", "ComfyFleet sets it"),
+        (payload(infotext="x\nModel: other"), "body.infotext", "which ComfyFleet cannot read"),
         (payload(send_images=False), "body.send_images", "ComfyFleet needs it to be true"),
         (payload(batch_size=20, n_iter=20), "body.n_iter", "it asks for 400 pictures"),
         (payload(override_settings=[]), "body.override_settings", "it is not an object"),
@@ -189,6 +190,44 @@ def test_files_of_the_hub_have_their_places() -> None:
 def test_what_a_payload_asks_for_can_be_limited(body: dict[str, Any], amounts: PayloadAmounts | None) -> None:
     assert read(**body).amounts == amounts
     assert read("extra-single-image").amounts is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"script_name": "x/y/z plot", "script_args": [7, "other.safetensors"]}, "body.script_name"),
+        ({"styles": ["inky"]}, "body.styles"),
+        (
+            {"alwayson_scripts": {"controlnet": {"args": [{"model": "c"}]}}},
+            "body.alwayson_scripts.controlnet",
+        ),
+        ({"alwayson_scripts": {"refiner": {"args": [True, 3]}}}, "body.alwayson_scripts.refiner"),
+        ({"override_settings": {"sd_lora": "other"}}, "body.override_settings.sd_lora"),
+        ({"override_settings": {"sd_unet": ["other"]}}, "body.override_settings.sd_unet"),
+        ({"prompt": "a <hypernet:other:1>"}, "body.prompt"),
+        ({"hr_prompt": "a <lyco:other>"}, "body.hr_prompt"),
+        ({"ip_adapter": [{"adapter": "other"}]}, "body.ip_adapter"),
+    ],
+    ids=str,
+)
+def test_a_field_that_may_name_a_model_unseen_is_told(body: dict[str, Any], field: str) -> None:
+    assert read(**body).unread == (field,)
+
+
+def test_what_names_no_model_or_is_read_is_not_told() -> None:
+    plain = {
+        "prompt": "a <lora:ink:1> hat",
+        "override_settings": {"sd_model_checkpoint": "x", "sd_vae": "y", "CLIP_stop_at_last_layers": 2},
+        "alwayson_scripts": {"soft inpainting": {"args": []}},
+        "styles": [],
+        "script_name": "",
+        "tiling": True,
+        "cfg_scale": 7.5,
+    }
+    assert read(**plain).unread == ()
+    picture_text = base64_of(picture())
+    assert read("img2img", **plain, init_images=[picture_text], mask=picture_text).unread == ()
+    assert read("extra-batch-images", imageList=[{"data": picture_text, "name": "a"}]).unread == ()
 
 
 VALUES = st.fixed_dictionaries(

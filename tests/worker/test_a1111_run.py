@@ -30,6 +30,7 @@ from comfyfleet.model.failure import FailureKind, FileTooLarge, ServiceFailed
 from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.testing.fake_a1111 import FakeCheckpoint, FakeSubject, drawn_pixels, pixels_of
+from comfyfleet.worker.connectors.a1111.outputs import KeptPictures
 
 OTHER: dict[str, Any] = {"override_settings": {"sd_model_checkpoint": "other.safetensors"}}
 
@@ -303,11 +304,34 @@ async def test_the_oldest_pictures_go_when_too_many_are_kept(tmp_path: Path) -> 
 async def test_a_picture_above_the_limit_is_not_fetched_and_stays(tmp_path: Path) -> None:
     async with server_and_connector(tuned(max_file_bytes=20, max_fetch_bytes=20)) as (_, connector):
         result = await attempt(connector, job_of()).result()
-        with pytest.raises(FileTooLarge, match="the limit, or the free disk space, is 20"):
+        with pytest.raises(FileTooLarge, match="the limit is 20"):
             await connector.save(result.files[0], tmp_path / "x")
         with pytest.raises(FileTooLarge):
             await connector.fetch(result.files[0])
         assert not kept_in(tmp_path)
+
+
+async def test_a_picture_that_the_disk_cannot_take_fails_the_attempt_because_no_server_keeps_it(
+    tmp_path: Path,
+) -> None:
+    async with server_and_connector(tuned(min_free_bytes=1 << 60)) as (_, connector):
+        result = await attempt(connector, job_of()).result()
+        with pytest.raises(ServiceFailed, match="disk has no space") as caught:
+            await connector.save(result.files[0], tmp_path / "x")
+        assert not isinstance(caught.value, FileTooLarge)
+        assert caught.value.failure.kind is FailureKind.TRANSIENT
+        assert not kept_in(tmp_path)
+
+
+def test_bad_pictures_leave_nothing_on_the_disk(tmp_path: Path) -> None:
+    pictures = KeptPictures(tuned(spool=tmp_path))
+    pictures.open()
+    good, bad = base64_of(picture()), base64_of(b"no picture")
+    for number, texts in enumerate(((good, bad), (good, "%"))):
+        with pytest.raises(ServiceFailed):
+            pictures.keep(f"task-{number}", "txt2img", texts)
+    assert not kept_in(tmp_path)
+    pictures.close()
 
 
 @pytest.mark.parametrize("field", ["filename", "subfolder"])

@@ -48,6 +48,9 @@ class PayloadReading(msgspec.Struct, frozen=True):
     """The places `node.input` that take a file of the hub. None: any. The connector puts the file there."""
     amounts: PayloadAmounts | None = None
     """None: the format cannot tell. A tenant with a limit on them may not submit such a payload."""
+    unread: tuple[str, ...] = ()
+    """Fields that may name further models in a way that the format cannot read, such as the arguments of a script. A
+    tenant with a list of models may not submit such a payload."""
 
 
 class PayloadFormat(Protocol):

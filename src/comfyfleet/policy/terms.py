@@ -132,6 +132,12 @@ def check_payload(tenant: Tenant, service: str, reading: PayloadReading) -> None
             )
     for model in sorted(reading.models):
         _check_model(tenant, model, "the payload")
+    if reading.unread and (tenant.models is not None or tenant.denied_models):
+        raise _not_allowed(
+            f"the tenant {tenant.tenant_id!r} has a list of models, and the field {reading.unread[0]!r} of the payload "
+            "may name others: leave it out, or ask an operator to change the list",
+            field=reading.unread[0],
+        )
     limits = {"steps": caps.max_steps, "pixels": caps.max_pixels, "batch": caps.max_batch}
     for name, most in limits.items():
         if most is None:

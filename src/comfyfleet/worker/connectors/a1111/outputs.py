@@ -145,8 +145,11 @@ class KeptPictures:
                 (folder / name).write_bytes(content)
                 size += len(content)
                 files.append(OutputFile(route, "images", name, task_id))
-        except OSError as error:
+        except BaseException as error:
+            # What is not listed is never removed otherwise.
             shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise fail(
                 FailureKind.TRANSIENT,
                 f"The pictures of the run could not be kept on the worker's disk: {error.strerror}. Free some space.",
@@ -157,8 +160,13 @@ class KeptPictures:
     def save(self, file: OutputFile, path: Path) -> int:
         """Blocks. Copies a kept picture and returns its size."""
         source = self._path(file)
-        free = shutil.disk_usage(path.parent).free - self._settings.min_free_bytes
-        size = _checked_size(source, min(self._settings.max_file_bytes, max(0, free)))
+        size = _checked_size(source, self._settings.max_file_bytes)
+        if size > shutil.disk_usage(path.parent).free - self._settings.min_free_bytes:
+            # No server keeps the picture, so a job without it must not count as complete.
+            raise fail(
+                FailureKind.TRANSIENT,
+                f"The worker's disk has no space for {file.filename!r} ({size} bytes). Free some.",
+            )
         shutil.copyfile(source, path)
         return size
 
@@ -192,7 +200,7 @@ class KeptPictures:
 def _checked_size(path: Path, most: int) -> int:
     size = path.stat().st_size
     if size > most:
-        words = f"The file {path.name!r} has {size} bytes; the limit, or the free disk space, is {most}."
+        words = f"The file {path.name!r} has {size} bytes; the limit is {most}."
         raise FileTooLarge(Failure(FailureKind.UNKNOWN, words))
     return size
 

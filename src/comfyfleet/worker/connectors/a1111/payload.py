@@ -63,6 +63,10 @@ _SAME_SAMPLER = frozenset({"", "use same sampler"})
 _SAME_SCHEDULER = frozenset({"", "use same scheduler"})
 _NO_VAE = frozenset({"", "none", "automatic"})
 _LORA = re.compile(r"<lora:([^:>]+)[^>]*>")
+_OTHER_NETWORK = re.compile(r"<(?!lora:)\w+:[^>]*>")
+_READ_TEXTS = frozenset({*TEXTS, "script_args"})
+"""The arguments of a script say nothing without its name."""
+_READ_OPTIONS = frozenset({"sd_model_checkpoint", "sd_vae", "forge_additional_modules"})
 _FOLDER_OPTION = re.compile(r"^outdir_|_dir$|_path$|filename_pattern$")
 _URL = re.compile(r"\s*https?:", re.IGNORECASE)
 
@@ -102,6 +106,7 @@ class A1111Format(msgspec.Struct, frozen=True):
             seeds=tuple(f"body.{name}" for name in SEEDS if body.get(name) == -1),
             inputs=frozenset(f"body.{place}" for place in places_of(route, body)),
             amounts=amounts_of(route, body),
+            unread=tuple(unread_of(route, body)),
         )
 
     def json_schema(self) -> dict[str, Any]:
@@ -203,6 +208,28 @@ def _classes(route: Route, body: Mapping[str, Any], has_second_pass: bool) -> It
             yield script(route, str(name))
 
 
+def unread_of(route: Route, body: Mapping[str, Any]) -> Iterator[str]:
+    """Fields in which a text may name a model that `needs_of` does not see. Numbers name none."""
+    for name, value in body.items():
+        if name in PROMPTS:
+            if _OTHER_NETWORK.search(value):
+                yield f"body.{name}"
+        elif name == "script_name":
+            # A script may choose models by number too.
+            if value:
+                yield f"body.{name}"
+        elif name == "override_settings":
+            for option, chosen in value.items():
+                if option not in _READ_OPTIONS and any(_texts(chosen, option)):
+                    yield f"body.{name}.{option[:100]}"
+        elif name == "alwayson_scripts":
+            for script_name, content in value.items():
+                if content.get("args"):
+                    yield f"body.{name}.{script_name[:100]}"
+        elif name not in _READ_TEXTS and name not in PICTURES[route] and any(_texts(value, name)):
+            yield f"body.{name[:100]}"
+
+
 def places_of(route: Route, body: Mapping[str, Any]) -> Iterator[str]:
     """Where a file of the hub may go, as dotted paths below the body."""
     yield from PICTURES[route]
@@ -238,6 +265,12 @@ def _number(body: Mapping[str, Any], name: str, default: float) -> float:
 def _check_fields(body: Mapping[str, Any]) -> None:
     if "force_task_id" in body:
         raise _invalid("body.force_task_id", "ComfyFleet sets it, to find the run again", "Leave it out")
+    if "infotext" in body:
+        raise _invalid(
+            "body.infotext",
+            "the server would take checkpoint, size and steps from it, which ComfyFleet cannot read",
+            "Give them as fields",
+        )
     for name, value in _FIXED.items():
         if body.get(name, value) != value:
             raise _invalid(f"body.{name}", "ComfyFleet needs it to be true", "Leave it out")
