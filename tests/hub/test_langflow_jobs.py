@@ -91,7 +91,11 @@ async def test_a_wrong_payload_is_refused_at_submit_and_an_unknown_flow_waits_fo
     tmp_path: Path,
 ) -> None:
     async with fleet(tmp_path) as (rig, flows):
-        for payload, field in (({"data": {}}, "data"), ({"flow": "f", "tweaks": 3}, "tweaks")):
+        for payload, field in (
+            ({"data": {}}, "data"),
+            ({"flow": "f", "tweaks": 3}, "tweaks"),
+            ({"flow": " f "}, "`flow` begins or ends with a space"),
+        ):
             answer = await rig.post(
                 "/api/jobs", {"workflow": payload, "service": "langflow"}, role=Role.TENANT
             )

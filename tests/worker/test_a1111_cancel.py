@@ -114,10 +114,10 @@ async def test_a_run_behind_a_stranger_is_interrupted_only_when_it_is_its_turn()
     ("settings", "fake_settings"),
     [
         (tuned(exclusive=False), {}),
-        (QUICK, {"has_web_ui": False}),
-        (QUICK, {"flavour": "sdnext"}),
+        (tuned(exclusive=False), {"has_web_ui": False}),
+        (tuned(exclusive=False), {"flavour": "sdnext"}),
     ],
-    ids=["shared", "without /internal", "SD.Next"],
+    ids=["with ids", "without /internal", "SD.Next"],
 )
 async def test_a_run_that_may_not_be_ours_is_left_to_its_end(
     settings: Any, fake_settings: dict[str, Any]
@@ -129,6 +129,19 @@ async def test_a_run_that_may_not_be_ours_is_left_to_its_end(
         assert fake.requests.get(INTERRUPT, 0) == 0
         assert fake.runs[0].outcome == "completed"
         assert (await run.result()).files
+
+
+@pytest.mark.parametrize("fake_settings", [{"has_web_ui": False}, {"flavour": "sdnext"}], ids=str)
+async def test_a_server_without_ids_that_is_ours_alone_is_interrupted_in_our_run(
+    fake_settings: dict[str, Any],
+) -> None:
+    async with server_and_connector(**fake_settings) as (fake, connector):
+        run = attempt(connector, job_of(**LONG))
+        await run.heard(ProgressKind.STARTED)
+        await connector.cancel_job(run.job)
+        assert (await run.failure()).kind is FailureKind.INTERRUPTED
+        assert fake.runs[0].outcome == "interrupted"
+        assert (await attempt(connector, job_of()).result()).files, "and the next job runs"
 
 
 async def test_an_upscaling_has_no_id_so_it_is_left_to_its_end() -> None:

@@ -361,7 +361,9 @@ class A1111:
             start_s = job.timeouts.start_s
             is_late = start_s is not None and now >= begun + start_s
             if is_late or now >= sign_at + self.settings.occupied_s:
-                raise failures.busy("The server is occupied by a run of somebody else.")
+                raise failures.busy(
+                    "The server is occupied by another run: of somebody else, or one that could not be stopped."
+                )
             pause_s = min(self.settings.poll_s, self.settings.settle_s)
             try:
                 async with asyncio.timeout(pause_s):
@@ -426,6 +428,12 @@ class A1111:
                 if post is None:
                     # Unknown, ended, or not to be told from the run of somebody else.
                     return True
+                assert run is not None
+                if self.settings.exclusive and run.is_without_id:
+                    # Nobody else uses the server, and we wait for this request.
+                    if not (await look_at_server(self._api)).is_idle:
+                        run.interrupts += 1
+                        await self._api.interrupt()
             elif (await look_at_server(self._api)).is_idle:
                 # What is active or queued on an idle server has failed, unless it is just about to begin.
                 idle_since = loop.time() if idle_since is None else idle_since

@@ -55,6 +55,8 @@ class A1111Run:
         self.is_lost = False
         """The request broke, and the run is watched without it."""
         self.has_tasks = False
+        self.is_without_id = False
+        """The server has no ids of tasks, as SD.Next and one without its web UI."""
         self.heard_at = float("-inf")
         """When the server last answered a look."""
         self.is_started = False
@@ -97,6 +99,7 @@ class A1111Run:
         self._vram_gb = vram_gb
         # Upscaling has no task id on any server.
         self.has_tasks = has_tasks and not route.startswith("extra")
+        self.is_without_id = not has_tasks and not route.startswith("extra")
         self._sent_at = self._sign_at = self.heard_at = self._loop.time()
         self.post = asyncio.create_task(self._api.run(route, body))
         # An error that nobody waits for any more is no news.

@@ -146,6 +146,11 @@ def _flow(name: str, value: Any) -> str:
         raise InvalidWorkflow(
             f"The field `flow` must be the id, endpoint name or name of a flow, with 1 to {_MAX_NAME} characters."
         )
+    if value != value.strip():
+        raise InvalidWorkflow(
+            "The field `flow` begins or ends with a space, so no worker would match it. Remove the space, or give the id "
+            "of the flow if its name has one."
+        )
     return value
 
 
