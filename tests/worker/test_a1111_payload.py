@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -63,6 +64,11 @@ def refusal(value: Any) -> str:
             "it is not a text",
         ),
         (payload(alwayson_scripts={"controlnet": []}), "body.alwayson_scripts", "not an object of objects"),
+        (
+            payload(alwayson_scripts={str(n): {"args": [{}] * 99} for n in range(101)}),
+            "body.alwayson_scripts",
+            "more than 10000 scripts and arguments",
+        ),
         (payload("img2img", init_images="abc"), "body.init_images", "its form is wrong"),
         (payload("extra-batch-images", imageList=["abc"]), "body.imageList", "its form is wrong"),
         (payload("img2img", init_images=["http://x/y.png"]), "body.init_images.0", "it is a URL"),
@@ -228,6 +234,15 @@ def test_what_names_no_model_or_is_read_is_not_told() -> None:
     picture_text = base64_of(picture())
     assert read("img2img", **plain, init_images=[picture_text], mask=picture_text).unread == ()
     assert read("extra-batch-images", imageList=[{"data": picture_text, "name": "a"}]).unread == ()
+
+
+@pytest.mark.parametrize("text", ["<lora:", "<lora:a", "<hypernet:", "<"])
+def test_a_prompt_of_megabytes_without_an_end_is_read_at_once(text: str) -> None:
+    began = time.process_time()
+    reading = read(prompt="<lora:ink:1>" + text * 200_000, hr_prompt=text * 200_000)
+    assert reading.models == {"lora/ink"}
+    # Minutes, if each beginning were searched to the end.
+    assert time.process_time() - began < 10
 
 
 VALUES = st.fixed_dictionaries(

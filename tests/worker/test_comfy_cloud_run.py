@@ -15,6 +15,7 @@ from comfyfleet.model.failure import FailureKind, ServiceBusy
 from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import Attachment
+from comfyfleet.worker.connectors.comfy_cloud.outputs import read_outputs
 
 
 async def test_a_run_costs_one_charge_and_its_picture_is_made_from_its_graph(tmp_path: Path) -> None:
@@ -160,3 +161,20 @@ async def test_the_key_is_in_no_report_result_or_error() -> None:
         ]
         assert "does not accept the key" in failed.failure.message
         assert not [text for text in texts if KEY in text]
+
+
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        ("../../x.png", "x.png"),
+        ("..", "asset-1"),
+        ("a/..", "asset-1"),
+        ("/etc/", "asset-1"),
+        ("c:\\y.png", "y.png"),
+    ],
+)
+async def test_the_name_of_an_output_leads_nowhere(sent: str, name: str) -> None:
+    async with account() as (_, connector):
+        job = {"id": "j", "outputs": [{"node_id": "2", "id": "asset-1", "name": sent, "type": "image"}]}
+        (file,) = read_outputs(job, connector._api, ()).files
+        assert (file.filename, file.subfolder) == (name, "")

@@ -361,12 +361,9 @@ class A1111:
             start_s = job.timeouts.start_s
             is_late = start_s is not None and now >= begun + start_s
             if is_late or now >= sign_at + self.settings.occupied_s:
-                raise failures.busy(
-                    "The server is occupied by another run: of somebody else, or one that could not be stopped."
-                )
-            pause_s = min(self.settings.poll_s, self.settings.settle_s)
+                raise failures.busy("The server is occupied by another run, perhaps of somebody else.")
             try:
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(min(self.settings.poll_s, self.settings.settle_s)):
                     await run.cancelled.wait()
             except TimeoutError:
                 continue
@@ -424,16 +421,11 @@ class A1111:
             if post is not None and post.done():
                 return True
             task = await look_at_task(self._api, task_id) if self.settings.exclusive else None
-            if task is None or not (task.is_active or task.is_queued):
+            # Without ids: nobody else uses the server, and we wait for this request.
+            is_ours = post is not None and self.settings.exclusive and run is not None and run.is_without_id
+            if not is_ours and (task is None or not (task.is_active or task.is_queued)):
                 if post is None:
-                    # Unknown, ended, or not to be told from the run of somebody else.
-                    return True
-                assert run is not None
-                if self.settings.exclusive and run.is_without_id:
-                    # Nobody else uses the server, and we wait for this request.
-                    if not (await look_at_server(self._api)).is_idle:
-                        run.interrupts += 1
-                        await self._api.interrupt()
+                    return True  # Unknown, ended, or not to be told from the run of somebody else.
             elif (await look_at_server(self._api)).is_idle:
                 # What is active or queued on an idle server has failed, unless it is just about to begin.
                 idle_since = loop.time() if idle_since is None else idle_since
@@ -441,7 +433,7 @@ class A1111:
                     return True
             else:
                 idle_since = None
-                if task.is_active:
+                if is_ours or (task is not None and task.is_active):
                     if run is not None:
                         run.interrupts += 1
                     await self._api.interrupt()

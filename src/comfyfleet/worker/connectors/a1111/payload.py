@@ -30,6 +30,9 @@ ROUTES: tuple[str, ...] = get_args(Route)
 MAX_PICTURES = 256
 """Of one job: `batch_size` times `n_iter`."""
 
+_MAX_ARGUMENTS = 10_000
+"""Each may be a place for a file."""
+
 COUNTS = ("width", "height", "steps", "batch_size", "n_iter")
 SEEDS = ("seed", "subseed")
 PROMPTS = ("prompt", "negative_prompt", "hr_prompt", "hr_negative_prompt")
@@ -186,7 +189,9 @@ def needs_of(route: Route, body: Mapping[str, Any]) -> A1111Needs:
             models.add(upscaler(text))
     if not body.get("disable_extra_networks"):
         prompts = [body.get("prompt"), body.get("hr_prompt") if has_second_pass else None]
-        models |= {lora(name.strip()) for text in prompts if text for name in _LORA.findall(str(text))}
+        models |= {
+            lora(name.strip()) for text in prompts if text for name in _LORA.findall(_closed(str(text)))
+        }
     return A1111Needs(frozenset(models), frozenset(_classes(route, body, has_second_pass)))
 
 
@@ -208,11 +213,16 @@ def _classes(route: Route, body: Mapping[str, Any], has_second_pass: bool) -> It
             yield script(route, str(name))
 
 
+def _closed(prompt: str) -> str:
+    """Up to the last `>`. Without one, each `<` would be searched to the end of a prompt of megabytes."""
+    return prompt[: prompt.rfind(">") + 1]
+
+
 def unread_of(route: Route, body: Mapping[str, Any]) -> Iterator[str]:
     """Fields in which a text may name a model that `needs_of` does not see. Numbers name none."""
     for name, value in body.items():
         if name in PROMPTS:
-            if _OTHER_NETWORK.search(value):
+            if _OTHER_NETWORK.search(_closed(value)):
                 yield f"body.{name}"
         elif name == "script_name":
             # A script may choose models by number too.
@@ -315,6 +325,13 @@ def _check_options(body: Mapping[str, Any]) -> None:
     if not isinstance(scripts, Mapping) or not all(isinstance(each, Mapping) for each in scripts.values()):
         raise _invalid(
             "body.alwayson_scripts", "it is not an object of objects", 'Write {"name": {"args": […]}}'
+        )
+    arguments = [each["args"] for each in scripts.values() if isinstance(each.get("args"), list)]
+    if len(scripts) + sum(map(len, arguments)) > _MAX_ARGUMENTS:
+        raise _invalid(
+            "body.alwayson_scripts",
+            f"it has more than {_MAX_ARGUMENTS} scripts and arguments",
+            "Name those that you use",
         )
 
 

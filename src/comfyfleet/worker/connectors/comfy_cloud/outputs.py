@@ -52,6 +52,7 @@ def read_outputs(job: Mapping[str, Any], api: CloudApi, included: Collection[str
         if not isinstance(asset_id, str) or _ASSET_ID.fullmatch(asset_id) is None:
             raise _unusable(job, f"an output of node {node_id[:100]} has no id")
         name = str(each.get("name") or asset_id).replace("\\", "/").rpartition("/")[2][:_MAX_NAME]
+        name = asset_id if name in ("", ".", "..") else name
         kind = _KINDS.get(str(each.get("type")), "files")
         outputs.setdefault(node_id, {}).setdefault(kind, []).append(
             {"filename": name, "subfolder": "", "type": "output"}

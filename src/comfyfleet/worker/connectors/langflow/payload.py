@@ -148,8 +148,8 @@ def _flow(name: str, value: Any) -> str:
         )
     if value != value.strip():
         raise InvalidWorkflow(
-            "The field `flow` begins or ends with a space, so no worker would match it. Remove the space, or give the id "
-            "of the flow if its name has one."
+            "The field `flow` begins or ends with a space, so no worker would match it. Remove the space, or give the "
+            "id of the flow if its name has one."
         )
     return value
 
