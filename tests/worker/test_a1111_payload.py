@@ -221,7 +221,7 @@ def test_a_field_that_may_name_a_model_unseen_is_told(body: dict[str, Any], fiel
 
 
 def test_what_names_no_model_or_is_read_is_not_told() -> None:
-    plain = {
+    plain: dict[str, Any] = {
         "prompt": "a <lora:ink:1> hat",
         "override_settings": {"sd_model_checkpoint": "x", "sd_vae": "y", "CLIP_stop_at_last_layers": 2},
         "alwayson_scripts": {"soft inpainting": {"args": []}},
