@@ -102,7 +102,7 @@ async def test_without_a_worker_that_has_the_nodes_it_says_which_are_missing() -
         assert "none has Nobodys" in answer.body["detail"] and "Export (API)" in answer.body["detail"]
         await agent.stop()
         answer = await rig.post("/api/workflows/convert", {"workflow": editors_workflow()})
-        assert answer.code == "unworkable" and "no worker is there" in answer.body["detail"]
+        assert answer.code == "unworkable" and "no connected worker can say" in answer.body["detail"]
         await rig.engine.remove_worker(GPU)
         assert await rig.documents.listing(COLLECTION) == await rig.documents.listing(SHARED_COLLECTION) == []
 
@@ -120,7 +120,7 @@ async def test_a_worker_of_other_tenants_is_not_asked() -> None:
         body = {"workflow": editors_workflow()}
         assert (await rig.post("/api/workflows/convert", body, key=theirs)).status == 200
         answer = await rig.post("/api/workflows/convert", body, role=Role.TENANT)
-        assert answer.code == "unworkable" and "no worker is there" in answer.body["detail"]
+        assert answer.code == "unworkable" and "no connected worker can say" in answer.body["detail"]
         assert (await rig.post("/api/jobs", {"payload": body}, role=Role.TENANT)).code == "unworkable"
 
 

@@ -140,8 +140,10 @@ async def test_the_whole_submission_of_the_documentation_is_taken(rig: HubRig) -
 
 @pytest.mark.parametrize("name", ["service", "service_type", "job_type", "service_required"])
 async def test_a_service_is_understood_in_every_spelling(rig: HubRig, name: str) -> None:
-    job_id = await rig.submit(**{name: "a1111"})
-    assert (await rig.get(f"/api/jobs/{job_id}")).body["service"] == "a1111"
+    payload = {"route": "txt2img", "body": {"prompt": "a fox"}}
+    made = await rig.post("/api/jobs", {name: "a1111", "payload": payload})
+    assert made.status == 201, made.content
+    assert (await rig.get(f"/api/jobs/{made.body['id']}")).body["service"] == "a1111"
 
 
 async def test_a_graph_alone_is_a_payload_too(rig: HubRig) -> None:
